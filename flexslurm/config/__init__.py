@@ -1,0 +1,1 @@
+"""Site and service files: schema, loading, errors with file, line and key."""

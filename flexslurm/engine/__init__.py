@@ -1,0 +1,1 @@
+"""The inference engine: scheduling, paged KV, stages, workers; the only package that imports torch."""

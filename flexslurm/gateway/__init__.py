@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server; knows requests and text, never GPUs."""

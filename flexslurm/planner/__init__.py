@@ -1,0 +1,1 @@
+"""From a model, a site and a pool to gears; pure: no clock, file, socket or torch."""

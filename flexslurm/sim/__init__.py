@@ -1,0 +1,1 @@
+"""A simulator that drives the shipped decision modules with a virtual clock."""

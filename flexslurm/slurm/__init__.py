@@ -1,0 +1,1 @@
+"""All that talks to Slurm: commands, parsing, scripts, the sandbox; the only package that starts Slurm commands."""

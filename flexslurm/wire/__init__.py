@@ -1,0 +1,1 @@
+"""Messages between processes, the journal and telemetry; never decides anything."""
