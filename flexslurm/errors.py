@@ -1,27 +1,27 @@
 """Every error flexslurm raises on purpose, one tree; never formats a traceback for a user.
 
-    FlexslurmError
-    ├── ConfigError            a site, service, sandbox or profile file is wrong
-    ├── ModelError             the model's files are missing, damaged or cannot be staged
-    ├── CapacityError          no gear fits: which resource is short, and by how much
-    ├── SlurmError             Slurm answered, and said no
-    │   └── SlurmUnavailable   Slurm did not answer; nothing is known
-    ├── ServiceError           the running service
-    │   ├── ServiceUnreachable no head answers at the published address
-    │   └── ServiceExists      the service directory belongs to a live head
-    ├── EnvironmentFault       this machine lacks something: a package, a port, a writable directory
-    ├── DeadlineExceeded       a wait with a deadline reached it
-    ├── ProtocolError          a peer broke the protocol
-    │   ├── StaleEpoch         a message from an epoch that is over
-    │   └── StaleIncarnation   a message from a process that has been replaced
-    └── RequestError           an API request that is answered with an error
-        ├── InvalidRequest     malformed or unsupported parameters
-        ├── ContextTooLong     more tokens than the installed gear holds
-        ├── UnknownModel       the model is not served here
-        ├── Unauthorized       the API key is missing or wrong
-        ├── Overloaded         the admission queue is full
-        ├── NotServing         no gear is installed, and the wait limit is reached
-        └── RequestAborted     the request was ended before it finished
+FlexslurmError
+├── ConfigError            a site, service, sandbox or profile file is wrong
+├── ModelError             the model's files are missing, damaged or cannot be staged
+├── CapacityError          no gear fits: which resource is short, and by how much
+├── SlurmError             Slurm answered, and said no
+│   └── SlurmUnavailable   Slurm did not answer; nothing is known
+├── ServiceError           the running service
+│   ├── ServiceUnreachable no head answers at the published address
+│   └── ServiceExists      the service directory belongs to a live head
+├── EnvironmentFault       this machine lacks something: a package, a port, a writable directory
+├── DeadlineExceeded       a wait with a deadline reached it
+├── ProtocolError          a peer broke the protocol
+│   ├── StaleEpoch         a message from an epoch that is over
+│   └── StaleIncarnation   a message from a process that has been replaced
+└── RequestError           an API request that is answered with an error
+├── InvalidRequest     malformed or unsupported parameters
+├── ContextTooLong     more tokens than the installed gear holds
+├── UnknownModel       the model is not served here
+├── Unauthorized       the API key is missing or wrong
+├── Overloaded         the admission queue is full
+├── NotServing         no gear is installed, and the wait limit is reached
+└── RequestAborted     the request was ended before it finished
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The controller that decides and installs gears, and the agent on each node; never touches tensors."""
+"""The controller that decides and installs gears, and the agents; never touches tensors."""

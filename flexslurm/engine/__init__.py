@@ -1,1 +1,1 @@
-"""The inference engine: scheduling, paged KV, stages, workers; the only package that imports torch."""
+"""The inference engine; the only package that imports torch, deepspeed or transformers."""

@@ -1,1 +1,1 @@
-"""All that talks to Slurm: commands, parsing, scripts, the sandbox; the only package that starts Slurm commands."""
+"""All that talks to Slurm; the only package that starts Slurm commands."""

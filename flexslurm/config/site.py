@@ -1,0 +1,153 @@
+"""The site file: what a cluster is made of. An admin writes it once; see site-configs/README.md."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from flexslurm.config.schema import Section
+from flexslurm.config.units import Bytes, BytesPerS, FlopsPerS, Seconds
+
+
+class LinkFigures(Section):
+    """A link between GPUs or nodes."""
+
+    bandwidth: BytesPerS = Field(description="Bytes per second in one direction.")
+    latency: Seconds = Field(5e-6, description="Time of an empty message.")
+    rails: int = Field(1, ge=1, description="Equal links side by side, as InfiniBand rails.")
+
+
+class VirtualGpu(Section):
+    """A GPU played by a CPU process: real messages, groups and moves, no card."""
+
+    pacing: Literal["as-it-comes", "acted"] = Field(
+        "as-it-comes",
+        description=(
+            "as-it-comes: a step takes its CPU time divided by `speed`. acted: a step takes the "
+            "time that this type's figures give for `acts_model`."
+        ),
+    )
+    speed: float = Field(1.0, gt=0, le=1, description="1 adds nothing; 0.5 takes twice as long.")
+    acts_model: str | None = Field(
+        None,
+        description=(
+            "acted: the larger model whose timing is acted out: a checkpoint directory, a "
+            "config.json or the name of a built-in published configuration."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _acted_names_a_model(self) -> VirtualGpu:
+        if self.pacing == "acted" and self.acts_model is None:
+            raise ValueError("pacing 'acted' needs acts_model: the model whose timing is acted")
+        return self
+
+
+class GpuType(Section):
+    """One type of GPU. Figures that are left out come from the built-in catalogue by `model`."""
+
+    model: str | None = Field(None, description="Name in the built-in catalogue, such as a100-80.")
+    slurm_type: str | None = Field(
+        None, description="The type in Slurm's GRES (gpu:TYPE:N); default: this entry's name."
+    )
+    memory: Bytes | None = Field(None, description="Bytes of device memory.")
+    memory_bandwidth: BytesPerS | None = Field(None, description="Bytes per second.")
+    flops: FlopsPerS | None = Field(None, description="Dense FLOP/s in the serving dtype.")
+    gpu_link: LinkFigures | None = Field(None, description="Between GPUs of one node.")
+    virtual: VirtualGpu | None = Field(None, description="Set: no card, a CPU process plays it.")
+
+
+class Partition(Section):
+    """A Slurm partition flexslurm may submit to."""
+
+    gpu_types: list[str] = Field(default_factory=list, description="Types found in it.")
+    gpus_per_node: int | None = Field(None, ge=1, description="Most GPUs of one node.")
+    preemptible: bool = Field(True, description="Whether Slurm may take jobs here.")
+    requeue: bool = Field(True, description="Whether a preempted job is requeued (else cancelled).")
+    grace: Seconds = Field(0.0, description="GraceTime: warning before a preempted job ends.")
+    kill_wait: Seconds | None = Field(None, description="Overrides the site's kill_wait.")
+    exempt: Seconds = Field(0.0, description="PreemptExemptTime: the run that is guaranteed.")
+    default_walltime: Seconds | None = Field(None, description="Asked for when a pool says none.")
+    max_walltime: Seconds | None = Field(None, description="None: unlimited.")
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    cpus_per_gpu: int = Field(1, ge=1, description="CPUs asked for with each GPU.")
+    sbatch_args: list[str] = Field(
+        default_factory=list, description="Further options for sbatch, such as --comment=preempt."
+    )
+
+
+class SlurmSettings(Section):
+    """How to talk to this cluster's Slurm."""
+
+    commands: dict[str, str] = Field(
+        default_factory=dict, description="Other names of commands, such as sbatch: sbatch.tinygpu."
+    )
+    cluster: str | None = Field(None, description="Passed as --clusters.")
+    conf: str | None = Field(None, description="SLURM_CONF, where it is not the default.")
+    poll_interval: Seconds = Field(5.0, gt=0, description="Between looks at all jobs in one call.")
+    command_timeout: Seconds = Field(30.0, gt=0, description="Deadline of one Slurm command.")
+    kill_wait: Seconds = Field(30.0, description="KillWait: from SIGTERM to SIGKILL.")
+
+
+class HeadSettings(Section):
+    """Where the head (controller and API server) runs when launched as a job."""
+
+    partition: str | None = Field(None, description="A partition that is not preempted.")
+    cpus: int = Field(2, ge=1)
+    memory: Bytes = Field(4 * 2**30)
+    walltime: Seconds | None = None
+    sbatch_args: list[str] = Field(default_factory=list)
+
+
+class NetworkSettings(Section):
+    """Which address other nodes reach a node at, and how fast it is."""
+
+    interface: str | None = Field(None, description="Interface whose address is used, as ib0.")
+    suffix: str | None = Field(None, description="Host-name suffix of the fast network, as -hsn0.")
+    subnet: str | None = Field(None, description="Use the address in this subnet, 10.1.0.0/16.")
+    node_link: LinkFigures = Field(
+        default_factory=lambda: LinkFigures(bandwidth=12.5e9, latency=5e-6),
+        description="Between two nodes.",
+    )
+    nccl_env: dict[str, str] = Field(default_factory=dict, description="NCCL_* for the workers.")
+
+
+class PathSettings(Section):
+    shared_dir: str | None = Field(None, description="Shared directory for service state.")
+    node_cache: str | None = Field(None, description="Node-local directory for weights.")
+
+
+class Site(Section):
+    """A cluster."""
+
+    name: str
+    gpu_types: dict[str, GpuType] = Field(min_length=1)
+    partitions: dict[str, Partition] = Field(default_factory=dict)
+    slurm: SlurmSettings = Field(default_factory=SlurmSettings)
+    head: HeadSettings = Field(default_factory=HeadSettings)
+    network: NetworkSettings = Field(default_factory=NetworkSettings)
+    paths: PathSettings = Field(default_factory=PathSettings)
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines before our process, as module load cuda."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment of our processes.")
+
+    @model_validator(mode="after")
+    def _partitions_name_known_types(self) -> Site:
+        for name, partition in self.partitions.items():
+            for gpu_type in partition.gpu_types:
+                if gpu_type not in self.gpu_types:
+                    known = ", ".join(self.gpu_types)
+                    raise ValueError(
+                        f"partition '{name}' has GPU type '{gpu_type}', which gpu_types does not "
+                        f"define (it has {known})"
+                    )
+        return self
+
+    def kill_wait_s(self, partition: str) -> float:
+        entry = self.partitions.get(partition)
+        own = entry.kill_wait if entry is not None else None
+        return self.slurm.kill_wait if own is None else own
