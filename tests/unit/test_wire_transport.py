@@ -1,0 +1,129 @@
+"""Links: authenticated, encrypted, typed; strangers and nonsense get nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from flexslurm.errors import DeadlineExceeded, EnvironmentFault, ProtocolError, ServiceError
+from flexslurm.messages import AgentBeat, Message, StopWorkers, Welcome
+from flexslurm.wire.keys import ServiceKeys, create_keys, load_keys
+from flexslurm.wire.transport import HeadLink, HeadSocket
+
+WELCOME = Welcome(head="h", beat_s=1, lost_s=5)
+
+
+def with_head(
+    keys: ServiceKeys, member: Callable[[str, HeadSocket], None], *, answer: Message = WELCOME
+) -> tuple[list[tuple[str, Message]], int]:
+    """Run `member(endpoint, head)` in a thread beside a head that answers everything."""
+    heard: list[tuple[str, Message]] = []
+
+    async def run() -> int:
+        def receive(sender: str, message: Message) -> None:
+            heard.append((sender, message))
+            head.send(sender, answer)
+
+        head = HeadSocket(keys, receive, host="127.0.0.1")
+        try:
+            await asyncio.to_thread(member, f"tcp://127.0.0.1:{head.port}", head)
+        finally:
+            head.close()
+        return head.refused
+
+    return heard, asyncio.run(run())
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> ServiceKeys:
+    return create_keys(tmp_path / "keys.json")
+
+
+def test_messages_arrive_in_order_both_ways(keys: ServiceKeys) -> None:
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, keys, "me")
+        for number in range(500):
+            assert link.ask(AgentBeat(incarnation="me", number=number), 5) == WELCOME
+        link.close()
+
+    heard, _ = with_head(keys, member)
+    assert [message.number for _, message in heard if isinstance(message, AgentBeat)] == list(
+        range(500)
+    )
+
+
+def test_a_stranger_is_never_heard(keys: ServiceKeys) -> None:
+    stranger = ServiceKeys(keys.head_public, b"", *zmq.curve_keypair())
+
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, stranger, "spy")
+        with pytest.raises(DeadlineExceeded):
+            link.ask(AgentBeat(incarnation="spy", number=1), 0.5)
+        link.close()
+
+    assert with_head(keys, member)[0] == []
+
+
+def test_a_false_head_gets_nothing(keys: ServiceKeys, tmp_path: Path) -> None:
+    false_head = create_keys(tmp_path / "other.json")
+
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, keys, "me")
+        with pytest.raises(DeadlineExceeded):
+            link.ask(AgentBeat(incarnation="me", number=1), 0.5)
+        link.close()
+
+    assert with_head(false_head, member)[0] == []
+
+
+def test_nonsense_and_messages_of_the_wrong_direction_are_refused(keys: ServiceKeys) -> None:
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, keys, "me")
+        link.send(StopWorkers(gpus=(0,)))
+        link._outbox.append(b"\xff\x00 not msgpack")
+        assert link.ask(AgentBeat(incarnation="me", number=7), 5) == WELCOME
+        link.close()
+
+    heard, refused = with_head(keys, member)
+    assert [type(message) for _, message in heard] == [AgentBeat]
+    assert refused == 2
+
+
+def test_sending_to_an_absent_member_is_told(keys: ServiceKeys) -> None:
+    def member(_: str, head: HeadSocket) -> None:
+        absent.extend(head.send_many(["nobody"], WELCOME))
+
+    absent: list[str] = []
+    with_head(keys, member)
+    assert absent == ["nobody"]
+
+
+def test_a_closed_link_refuses(keys: ServiceKeys) -> None:
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, keys, "me")
+        link.close()
+        with pytest.raises(ProtocolError):
+            link.send(AgentBeat(incarnation="me", number=1))
+
+    with_head(keys, member)
+
+
+def test_keys_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = create_keys(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_keys(path) == keys
+    assert keys.head_secret.decode() not in repr(keys)
+    path.chmod(0o640)
+    with pytest.raises(EnvironmentFault, match="others may read"):
+        load_keys(path)
+    with pytest.raises(ServiceError, match="No such file"):
+        load_keys(tmp_path / "none")
+    path.write_text("{}")
+    path.chmod(0o600)
+    with pytest.raises(ServiceError, match="damaged"):
+        load_keys(path)
