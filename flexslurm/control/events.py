@@ -1,0 +1,102 @@
+"""What the controller hears, its settings and its reports, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.policy import PolicySettings
+from flexslurm.control.shift import InstallSettings
+from flexslurm.gear import Gear, NoGear, Signature, Slot
+from flexslurm.messages import Message, Pacing
+
+
+class Planner(Protocol):
+    """What the controller asks of the planner; pure and quick."""
+
+    def choose(self, signature: Signature) -> Gear | NoGear: ...
+
+    def place(
+        self, gear: Gear, agents: Sequence[AgentRecord], held: Mapping[GpuAt, Sequence[Slot]]
+    ) -> dict[Slot, GpuAt]: ...
+
+    def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message from a member; `sender` is the routing id of its link."""
+
+    sender: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBroken:
+    """A driver can no longer get steps done."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    fragment: str
+    cordon: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PilotGone:
+    """Slurm says that a pilot's job has ended."""
+
+    fragment: str
+    reason: str
+
+
+Event = Heard | Tick | EpochBroken | Cordon | PilotGone
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    head: str
+    install: InstallSettings
+    policy: PolicySettings
+    gpu_types: frozenset[str]
+    beat_s: float = 0.5
+    lost_s: float = 5.0
+    join_settle_s: float = 1.0
+    """Wait this long after a join, so that companions are planned in with it."""
+    loss_settle_s: float = 0.1
+    """Wait this long after a loss: what dies with it is often told next."""
+    max_failures: int = 3
+    """Installs that may fail on one agent before it is left out."""
+
+
+class ServiceState(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    SHIFTING = "shifting"
+    WAITING = "waiting"
+    FAILED = "failed"
+    """The model cannot be installed anywhere; an operator must act."""
+
+
+@dataclass(slots=True)
+class ShiftReport:
+    """One line of the history."""
+
+    epoch: int
+    why: str
+    before: str
+    after: str
+    started_at: float
+    took_s: float
+    outcome: str

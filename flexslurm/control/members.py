@@ -1,0 +1,125 @@
+"""Who is here: agents, their GPUs and workers, as the head knows them; never acts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from flexslurm.gear import Shape, Signature
+from flexslurm.messages import AgentHello
+
+
+class AgentState(StrEnum):
+    READY = "ready"
+    LEAVING = "leaving"
+    FAULTY = "faulty"
+    """Its installs keep failing: it is left out of planning."""
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+
+
+class GpuAt(NamedTuple):
+    """A physical GPU: the agent that holds it and its index there."""
+
+    agent: str
+    gpu: int
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    worker: str
+    at: GpuAt
+    state: WorkerState
+    heard_at: float
+
+
+@dataclass(slots=True)
+class AgentRecord:
+    hello: AgentHello
+    heard_at: float
+    state: AgentState = AgentState.READY
+    leaves_at: float | None = None
+    leave_source: str = ""
+    failures: int = 0
+    failure: str = ""
+    workers: dict[int, WorkerRecord] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.hello.incarnation
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.fragment} on {self.hello.node}"
+
+
+class Members:
+    """All agents by incarnation. Invariant: one agent for each (fragment, node)."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, AgentRecord] = {}
+        self.cordoned: set[str] = set()
+
+    def join(self, hello: AgentHello, now: float) -> list[AgentRecord]:
+        """Add an agent; returns the ghosts it replaces: earlier ones of its fragment and node."""
+        ghosts = [
+            agent
+            for agent in self.agents.values()
+            if agent.hello.fragment == hello.fragment
+            and agent.hello.node == hello.node
+            and agent.id != hello.incarnation
+        ]
+        for ghost in ghosts:
+            del self.agents[ghost.id]
+        if hello.incarnation in self.agents:
+            self.agents[hello.incarnation].heard_at = now
+        else:
+            self.agents[hello.incarnation] = AgentRecord(hello, now)
+        return ghosts
+
+    def drop(self, agent: str) -> AgentRecord | None:
+        return self.agents.pop(agent, None)
+
+    def worker(self, worker: str) -> WorkerRecord | None:
+        return next((w for w in self.workers() if w.worker == worker), None)
+
+    def workers(self) -> Iterable[WorkerRecord]:
+        return (w for agent in self.agents.values() for w in agent.workers.values())
+
+    def worker_at(self, at: GpuAt) -> WorkerRecord | None:
+        agent = self.agents.get(at.agent)
+        return agent.workers.get(at.gpu) if agent is not None else None
+
+    def alive(self, worker: str) -> bool:
+        record = self.worker(worker)
+        return record is not None and record.state is not WorkerState.STOPPING
+
+    def usable(self, *, leaving: bool = False) -> list[AgentRecord]:
+        """Agents a gear may use, in a fixed order; with `leaving`, those on notice too."""
+        states = {AgentState.READY} | ({AgentState.LEAVING} if leaving else set())
+        return sorted(
+            (
+                agent
+                for agent in self.agents.values()
+                if agent.state in states and agent.hello.fragment not in self.cordoned
+            ),
+            key=lambda agent: (agent.hello.fragment, agent.hello.node, agent.id),
+        )
+
+    def arena_bytes(self, at: GpuAt, fraction: float) -> int:
+        """What a worker on this GPU may use."""
+        gpus = self.agents[at.agent].hello.gpus
+        return int(next(gpu.memory_bytes for gpu in gpus if gpu.index == at.gpu) * fraction)
+
+
+def signature_of(agents: Iterable[AgentRecord]) -> Signature:
+    """The allocation these agents hold."""
+    return Signature.of(
+        Shape(agent.hello.gpu_type, len(agent.hello.gpus)) for agent in agents if agent.hello.gpus
+    )
