@@ -481,7 +481,7 @@ class Control:
                 started_at=shift.started_at,
                 took_s=now - shift.started_at,
                 outcome=outcome,
-            )  # fmt: skip
+            )
         )
 
 
