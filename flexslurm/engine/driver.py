@@ -1,0 +1,211 @@
+"""Drives one replica for one epoch: micro-batches out, tokens back; never waits and never decides.
+
+The driver is called by the head's loop (`submit`, `on_step_done`, `tick`, ...) and calls back
+(`send`, `emit`, `broken`). What goes into a step is the scheduler's; what to do about a replica
+that is broken is the controller's, which closes this driver and gives what is left to another.
+
+Numbers of steps rise by one within an epoch, and the workers do steps in that order. An answer of
+another epoch, or after `close`, belongs to a replica that is no more, and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from flexslurm.engine.batch import LiveSequence, Load
+from flexslurm.engine.scheduler import Scheduler
+from flexslurm.errors import ProtocolError
+from flexslurm.gear import Epoch, Replica
+from flexslurm.messages import Message, SequenceRequest, Step, StepDone, StepFailed, TokenEvent
+
+STEP_TIMEOUT_S = 60.0
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """How long steps took, from sending to the answer: the last, and a moving average."""
+
+    last_s: float = 0.0
+    mean_s: float = 0.0
+    compute_s: float = 0.0
+    """The last stage's own part, the moving average."""
+    count: int = 0
+
+    def with_step(self, took_s: float, compute_s: float) -> StepTimes:
+        weight = max(1 / (self.count + 1), 0.05)
+        return StepTimes(
+            last_s=took_s,
+            mean_s=self.mean_s + weight * (took_s - self.mean_s),
+            compute_s=self.compute_s + weight * (compute_s - self.compute_s),
+            count=self.count + 1,
+        )
+
+
+class Driver:
+    """One replica of one epoch; its scheduler, and the steps that are not answered.
+
+    `workers` are the replica's workers in slot order; every step goes to all of them. `send_many`,
+    where given, takes all of them at once and encodes the step once. `broken` is called at most
+    once, with a reason, when the replica can serve no more; nothing is sent after that.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch | int,
+        replica_index: int,
+        replica: Replica,
+        block_tokens: int,
+        workers: tuple[str, ...],
+        *,
+        send: Callable[[str, Message], object],
+        emit: Callable[[TokenEvent], None],
+        broken: Callable[[str], None],
+        now: Callable[[], float],
+        send_many: Callable[[tuple[str, ...], Message], object] | None = None,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        assert len(workers) == replica.gpus, f"{len(workers)} workers for {replica.gpus} GPUs"
+        self.epoch = Epoch(epoch)
+        self.replica_index = replica_index
+        self.replica = replica
+        self.workers = workers
+        self.scheduler = Scheduler(replica, block_tokens)
+        self.step_times = StepTimes()
+        self.closed = False
+        self.broken_reason: str | None = None
+        self.dropped = 0
+        """Answers that came too late: of another epoch, or after the end."""
+        self._send = send
+        self._send_many = send_many
+        self._emit = emit
+        self._broken = broken
+        self._now = now
+        self._step_timeout_s = step_timeout_s
+        self._sent_at: dict[int, float] = {}
+        self._progress_at = now()
+        self._paused = False
+        self._emitting = False
+
+    # --------------------------------------------------------------------------- requests
+
+    def submit(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None:
+        """Queue a sequence; `pump` starts it, so that those of one request start together.
+
+        Raises ContextTooLong if the replica cannot hold it.
+        """
+        assert not self.closed, f"{request.seq_id} came to the closed driver of epoch {self.epoch}"
+        self.scheduler.add(request, output)
+
+    def abort(self, seq_id: str) -> bool:
+        """End a sequence without an event; whether it was here."""
+        return self.scheduler.abort(seq_id)
+
+    def close(self) -> list[LiveSequence]:
+        """End for good; returns what has not ended, by arrival, with the tokens given out."""
+        assert not self._emitting, "a driver is not closed from within an event it emits"
+        self.closed = True
+        self._sent_at.clear()
+        return self.scheduler.live()
+
+    # ------------------------------------------------------------------------------ steps
+
+    @property
+    def serving(self) -> bool:
+        return not self.closed and self.broken_reason is None
+
+    @property
+    def idle(self) -> bool:
+        """At a step boundary: no step is unanswered."""
+        return self.scheduler.idle
+
+    def pause(self) -> None:
+        """Send no further step; those in flight end, and then the driver is `idle`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self.pump()
+
+    def pump(self) -> int:
+        """Send steps until enough are in flight or nothing is ready; returns how many."""
+        sent = 0
+        while self.serving and not self._paused:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            now = self._now()
+            if not self._sent_at:
+                self._progress_at = now
+            self._sent_at[batch.step] = now
+            self._send_step(
+                Step(
+                    epoch=self.epoch,
+                    replica=self.replica_index,
+                    step=batch.step,
+                    chunks=batch.chunks,
+                )
+            )
+            sent += 1
+        return sent
+
+    def _send_step(self, step: Step) -> None:
+        if self._send_many is not None:
+            self._send_many(self.workers, step)
+            return
+        for worker in self.workers:
+            self._send(worker, step)
+
+    def on_step_done(self, message: StepDone) -> None:
+        """Take a step's tokens, emit their events, send what can be sent next."""
+        if not self._concerns_us(message.epoch) or message.replica != self.replica_index:
+            self.dropped += 1
+            return
+        sent_at = self._sent_at.pop(message.step, None)
+        try:
+            events = self.scheduler.complete(message.step, message.tokens)
+        except ProtocolError as error:
+            self._break(f"worker {message.worker}: {error.message}")
+            return
+        assert sent_at is not None, f"step {message.step} was in flight and not sent"
+        self._progress_at = self._now()
+        took_s = self._progress_at - sent_at
+        self.step_times = self.step_times.with_step(took_s, message.compute_s)
+        self.pump()  # first, so that the workers compute while the events go out
+        self._emitting = True
+        for event in events:
+            self._emit(event)
+        self._emitting = False
+        self.pump()
+        if self.scheduler.empty:
+            used = self.scheduler.pool.used_count
+            assert used == 0, f"{used} blocks of replica {self.replica_index} were not given back"
+
+    def on_step_failed(self, message: StepFailed) -> None:
+        """A worker could not do a step: the epoch is broken."""
+        if not self._concerns_us(message.epoch) or message.worker not in self.workers:
+            self.dropped += 1
+            return
+        self._break(f"worker {message.worker} failed in step {message.step}: {message.reason}")
+
+    def tick(self, now: float) -> None:
+        """Report broken if a step is unanswered and none was answered for too long.
+
+        The time counts from the last answer, since a step waits for those sent before it.
+        """
+        if not self.serving or not self._sent_at:
+            return
+        silent_s = now - self._progress_at
+        if silent_s > self._step_timeout_s:
+            self._break(f"step {min(self._sent_at)} was not answered within {silent_s:.1f} s")
+
+    def load(self) -> Load:
+        return self.scheduler.load()
+
+    def _concerns_us(self, epoch: int) -> bool:
+        return self.serving and epoch == self.epoch
+
+    def _break(self, reason: str) -> None:
+        if self.serving:
+            self.broken_reason = reason
+            self._broken(reason)

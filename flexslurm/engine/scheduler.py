@@ -1,0 +1,375 @@
+"""Continuous batching for one replica: what goes into the next micro-batch; never sends anything.
+
+Rules, in the order in which they give way
+------------------------------------------
+1. The oldest sequence that runs always goes on: it may take blocks from every younger one, and
+   nobody may take its blocks. A sequence alone always fits, since longer ones are refused. So
+   whatever the load, something finishes.
+2. Admission is strictly by arrival. The head of the queue is never overtaken, so never starved.
+3. Decodes go before prefill chunks, those that waited longest first; but while there is prefill to
+   do, a quarter of the token budget is kept for it.
+4. Decodes are spread over as many micro-batches as there are stages, so that all stages work.
+
+Blocks of a sequence in flight are not given out before its micro-batch is answered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+import msgspec
+
+from flexslurm.engine.batch import LiveSequence, Load, MicroBatch
+from flexslurm.engine.kv_cache import BlockPool, blocks_for
+from flexslurm.engine.sequence import QUEUED, RUNNING, Sequence, SequenceState
+from flexslurm.errors import ContextTooLong, InvalidRequest, ProtocolError
+from flexslurm.gear import Replica
+from flexslurm.messages import Chunk, SampledToken, SequenceRequest, TokenEvent
+
+_PREFILL_SHARE = 4  # one part in four of the budget is kept for prefill while there is some
+_SPARE_SHARE = 4  # blocks left free at admission: one for every four sequences that may grow
+_rank = attrgetter("rank")
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A sequence's part of a micro-batch in flight."""
+
+    sequence: Sequence
+    tokens: int
+    samples: bool
+
+
+class Scheduler:
+    """The sequences of one replica, its block pool, and the micro-batches in flight.
+
+    Invariants (`check_invariants`): a sequence owns blocks exactly while it runs, or is aborted
+    and still in flight; it is in at most one micro-batch in flight; at most `max_batch` run.
+    """
+
+    def __init__(self, replica: Replica, block_tokens: int, first_step: int = 0) -> None:
+        assert replica.max_batch >= 1 and replica.max_batch_tokens >= 1, f"no room in {replica}"
+        self.block_tokens = block_tokens
+        self.max_batch = replica.max_batch
+        self.max_batch_tokens = replica.max_batch_tokens
+        self.max_in_flight = len(replica.stages)
+        self.pool = BlockPool(replica.kv_blocks)
+        self.max_context = min(replica.max_context, replica.kv_blocks * block_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._queue: list[Sequence] = []  # by rank
+        self._prefilling: list[Sequence] = []  # by rank
+        self._decoding: dict[str, Sequence] = {}
+        self._ready: dict[str, Sequence] = {}  # decoding, not in flight, longest wait first
+        self._in_flight: dict[int, tuple[_Entry, ...]] = {}
+        self._next_step = first_step
+        self._first_step = first_step
+        self._queued_blocks = 0
+        self._evictions = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._prefill_turn = False
+
+    # ------------------------------------------------------------------------ in and out
+
+    def add(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None:
+        """Queue a sequence, new or with the part of its answer that it already has.
+
+        Raises ContextTooLong if it could outgrow the replica, InvalidRequest if it is empty.
+        """
+        self.check_fits(request)
+        assert request.seq_id not in self._sequences, f"{request.seq_id} is here already"
+        assert len(output) < request.stop.max_tokens, f"{request.seq_id} is complete"
+        sequence = Sequence(request, output)
+        self._sequences[sequence.seq_id] = sequence
+        self._enqueue(sequence)
+
+    def check_fits(self, request: SequenceRequest) -> None:
+        """Raise ContextTooLong or InvalidRequest if `add` would."""
+        prompt, answer = len(request.prompt), request.stop.max_tokens
+        if prompt < 1:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if answer < 1:
+            raise InvalidRequest("at least one token must be asked for", param="max_tokens")
+        if prompt + answer > self.max_context:
+            raise ContextTooLong(
+                f"{prompt} tokens of prompt and up to {answer} of answer are more than the "
+                f"{self.max_context} tokens that this gear holds for one sequence"
+            )
+
+    def abort(self, seq_id: str) -> bool:
+        """End a sequence without an event; whether it was here.
+
+        Its blocks are free at once, or, if it is in flight, when its micro-batch is answered.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            return False
+        if sequence.state in QUEUED:
+            self._dequeue(sequence)
+        self._finish(sequence)
+        if sequence.step is None:
+            self.pool.free(seq_id)
+        return True
+
+    def live(self) -> list[LiveSequence]:
+        """All sequences that have not ended, by arrival."""
+        ordered = sorted(self._sequences.values(), key=_rank)
+        return [LiveSequence(s.request, tuple(s.output)) for s in ordered]
+
+    @property
+    def idle(self) -> bool:
+        """No micro-batch is in flight."""
+        return not self._in_flight
+
+    @property
+    def empty(self) -> bool:
+        """No sequence is left, not even an aborted one in flight."""
+        return not self._sequences and not self._in_flight
+
+    def load(self) -> Load:
+        return Load(
+            running=len(self._prefilling) + len(self._decoding),
+            waiting=len(self._queue),
+            in_flight=len(self._in_flight),
+            blocks=self.pool.num_blocks,
+            free_blocks=self.pool.free_count,
+            queued_blocks=self._queued_blocks,
+            block_tokens=self.block_tokens,
+            max_batch=self.max_batch,
+            max_context=self.max_context,
+            steps=self._next_step - self._first_step,
+            evictions=self._evictions,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+        )
+
+    # -------------------------------------------------------------------------- deciding
+
+    def schedule(self) -> MicroBatch | None:
+        """The next micro-batch, or None: nothing is ready, or enough are in flight."""
+        if len(self._in_flight) >= self.max_in_flight or not self._sequences:
+            return None
+        step = self._next_step
+        decodes = self._pick_decodes(step, self.max_batch_tokens - self._kept_for_prefill())
+        chunks = [self._decode_chunk(s) for s in decodes]
+        entries = [_Entry(s, 1, True) for s in decodes]
+        self._pick_prefills(step, self.max_batch_tokens - len(decodes), chunks, entries)
+        if not entries:
+            return None
+        self._in_flight[step] = tuple(entries)
+        self._next_step += 1
+        prefill = sum(entry.tokens for entry in entries) - len(decodes)
+        self._decode_tokens += len(decodes)
+        self._prefill_tokens += prefill
+        return MicroBatch(step, tuple(chunks), len(decodes), prefill)
+
+    def _kept_for_prefill(self) -> int:
+        """Tokens of the budget that decodes must leave; takes turns where one token is all."""
+        pending = any(s.step is None for s in self._prefilling)
+        if not pending and not (self._queue and self._admissible(self._queue[0])):
+            return 0
+        if self.max_batch_tokens > 1:
+            return max(1, self.max_batch_tokens // _PREFILL_SHARE)
+        self._prefill_turn = not self._prefill_turn
+        return int(self._prefill_turn)
+
+    def _pick_decodes(self, step: int, limit: int) -> list[Sequence]:
+        quota = min(limit, -(-len(self._decoding) // self.max_in_flight))
+        picked: list[Sequence] = []
+        for sequence in list(self._ready.values()) if quota > 0 else ():
+            if sequence.state is not SequenceState.DECODING or not self._can_grow(sequence):
+                continue  # evicted by one before it in this loop, or without room for now
+            del self._ready[sequence.seq_id]
+            sequence.step = step
+            picked.append(sequence)
+            if len(picked) == quota:
+                break
+        return picked
+
+    def _pick_prefills(
+        self, step: int, budget: int, chunks: list[Chunk], entries: list[_Entry]
+    ) -> None:
+        """Fill the budget with chunks: of those that run, oldest first, then of new ones."""
+        for sequence in self._prefilling:
+            if budget and sequence.step is None:
+                budget -= self._add_prefill(sequence, step, budget, chunks, entries)
+        while budget and self._queue and self._admissible(self._queue[0]):
+            sequence = self._queue[0]
+            self._admit(sequence)
+            budget -= self._add_prefill(sequence, step, budget, chunks, entries)
+
+    def _add_prefill(
+        self, sequence: Sequence, step: int, budget: int, chunks: list[Chunk], entries: list[_Entry]
+    ) -> int:
+        start, length = sequence.computed, sequence.length
+        end = min(start + budget, length)
+        chunks.append(
+            Chunk(
+                seq_id=sequence.seq_id,
+                tokens=sequence.tokens(start, end),
+                start=start,
+                blocks=self.pool.table(sequence.seq_id),
+                sample=sequence.sampling() if end == length else None,
+            )
+        )
+        entries.append(_Entry(sequence, end - start, end == length))
+        sequence.step = step
+        return end - start
+
+    def _decode_chunk(self, sequence: Sequence) -> Chunk:
+        return Chunk(
+            seq_id=sequence.seq_id,
+            tokens=(sequence.output[-1],),
+            start=sequence.computed,
+            blocks=self.pool.table(sequence.seq_id),
+            sample=sequence.sampling(),
+        )
+
+    # -------------------------------------------------------------------- blocks and queue
+
+    def _admissible(self, sequence: Sequence) -> bool:
+        running = len(self._prefilling) + len(self._decoding)
+        spare = running // _SPARE_SHARE  # else one is admitted only to be evicted again
+        need = blocks_for(sequence.length, self.block_tokens)
+        return running < self.max_batch and need + spare <= self.pool.free_count
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Give it the blocks for all the tokens it has, so that prefill never waits for any."""
+        self._dequeue(sequence)
+        need = blocks_for(sequence.length, self.block_tokens)
+        given = self.pool.allocate(sequence.seq_id, need)
+        assert given, f"{sequence} was admitted without room"
+        sequence.move(SequenceState.PREFILLING)
+        insort(self._prefilling, sequence, key=_rank)
+
+    def _can_grow(self, sequence: Sequence) -> bool:
+        """Make sure of a block for the position it computes next; evicts younger ones for it."""
+        if sequence.computed < self.pool.held(sequence.seq_id) * self.block_tokens:
+            return True
+        while not self.pool.allocate(sequence.seq_id, 1):
+            victim = self._youngest_after(sequence)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _youngest_after(self, sequence: Sequence) -> Sequence | None:
+        """The running sequence that arrived last, if after this one; none that is in flight."""
+        candidates = (*self._prefilling, *self._ready.values())
+        free = (s for s in candidates if s.step is None and s.rank > sequence.rank)
+        return max(free, key=_rank, default=None)
+
+    def _evict(self, victim: Sequence) -> None:
+        self._leave(victim)
+        victim.move(SequenceState.EVICTED)
+        victim.computed = 0
+        self.pool.free(victim.seq_id)
+        self._evictions += 1
+        self._enqueue(victim)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take it out of the collections of running sequences."""
+        if sequence.state is SequenceState.PREFILLING:
+            del self._prefilling[bisect_left(self._prefilling, sequence.rank, key=_rank)]
+        elif sequence.state is SequenceState.DECODING:
+            del self._decoding[sequence.seq_id]
+            self._ready.pop(sequence.seq_id, None)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._queue, sequence, key=_rank)
+        self._queued_blocks += blocks_for(sequence.length, self.block_tokens)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        del self._queue[bisect_left(self._queue, sequence.rank, key=_rank)]
+        self._queued_blocks -= blocks_for(sequence.length, self.block_tokens)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.move(SequenceState.FINISHED)
+        del self._sequences[sequence.seq_id]
+
+    # --------------------------------------------------------------------------- answers
+
+    def complete(self, step: int, tokens: Iterable[SampledToken]) -> list[TokenEvent]:
+        """Take the sampled tokens of a micro-batch; returns an event for each live sequence's.
+
+        Raises ProtocolError, and changes nothing, if the step is not in flight or its tokens are
+        not those that were asked for.
+        """
+        entries = self._in_flight.get(step)
+        if entries is None:
+            raise ProtocolError(f"step {step} is answered, but it is not in flight")
+        given = {token.seq_id: token for token in tokens}
+        asked = {entry.sequence.seq_id for entry in entries if entry.samples}
+        if given.keys() != asked:
+            odd = ", ".join(sorted(given.keys() ^ asked))
+            raise ProtocolError(f"step {step} was to sample {len(asked)} tokens; not so for {odd}")
+        del self._in_flight[step]
+        events = []
+        for entry in entries:
+            sequence = entry.sequence
+            sequence.step = None
+            if sequence.state is SequenceState.FINISHED:
+                self.pool.free(sequence.seq_id)
+                continue
+            sequence.computed += entry.tokens
+            if entry.samples:
+                events.append(self._append(sequence, given[sequence.seq_id]))
+        return events
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenEvent:
+        position = len(sequence.output)
+        finish = sequence.append(sampled.token)
+        if finish is not None:
+            self._finish(sequence)
+            self.pool.free(sequence.seq_id)
+        else:
+            if sequence.state is SequenceState.PREFILLING:
+                self._leave(sequence)
+                sequence.move(SequenceState.DECODING)
+                self._decoding[sequence.seq_id] = sequence
+            self._ready[sequence.seq_id] = sequence
+        return TokenEvent(
+            seq_id=sequence.seq_id,
+            token=sampled.token,
+            position=position,
+            logprobs=sampled.logprobs,
+            finish=finish,
+        )
+
+    # ------------------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not agree; costs a walk over everything."""
+        self.pool.check_integrity()
+        flying = [e.sequence for entries in self._in_flight.values() for e in entries]
+        assert len({id(s) for s in flying}) == len(flying), f"twice in flight: {flying}"
+        assert len(self._in_flight) <= self.max_in_flight, f"in flight: {list(self._in_flight)}"
+        aborted = {s.seq_id for s in flying if s.state is SequenceState.FINISHED}
+        running = {s.seq_id for s in self._sequences.values() if s.state in RUNNING}
+        assert set(self.pool.tables) == running | aborted, "blocks are not with those that run"
+        assert len(running) <= self.max_batch, f"{len(running)} run, {self.max_batch} may"
+        assert {s.seq_id for s in self._prefilling} | self._decoding.keys() == running
+        queued = [s for s in self._sequences.values() if s.state in QUEUED]
+        assert self._queue == sorted(queued, key=_rank), f"the queue is {self._queue}"
+        wanted = sum(blocks_for(s.length, self.block_tokens) for s in queued)
+        assert self._queued_blocks == wanted, f"{self._queued_blocks} queued blocks, not {wanted}"
+        for sequence in self._sequences.values():
+            self._check_sequence(sequence)
+
+    def _check_sequence(self, s: Sequence) -> None:
+        assert (s in self._in_flight_sequences(s.step)) == (s.step is not None), f"{s} flies?"
+        assert len(s.output) < s.request.stop.max_tokens, f"{s} should have ended"
+        held = self.pool.held(s.seq_id) * self.block_tokens
+        if s.state in QUEUED:
+            assert s.computed == 0 and s.step is None, f"{s} waits and is computed"
+        elif s.state is SequenceState.PREFILLING:
+            assert s.computed < s.length <= held, f"{s} with {held} positions"
+        else:
+            assert s.computed == s.length - 1 <= held, f"{s} with {held} positions"
+            assert (s.seq_id in self._ready) == (s.step is None), f"{s} ready?"
+
+    def _in_flight_sequences(self, step: int | None) -> list[Sequence]:
+        entries = self._in_flight.get(step, ()) if step is not None else ()
+        return [entry.sequence for entry in entries]
