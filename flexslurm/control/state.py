@@ -153,6 +153,11 @@ class Control:
             lost_s=self.settings.lost_s,
         )
 
+    def _worker_welcome(self) -> WorkerWelcome:
+        return WorkerWelcome(
+            head=self.settings.head, beat_s=self.settings.beat_s, lost_s=self.settings.lost_s
+        )
+
     def _on_agent_hello(self, now: float, sender: str, hello: AgentHello) -> list[Action]:
         refusal = self._refusal(sender, hello)
         if refusal:
@@ -195,10 +200,7 @@ class Control:
             return [Send(sender, WorkerExit(reason=f"GPU {hello.gpu} has another worker"))]
         at = GpuAt(agent.id, hello.gpu)
         agent.workers[hello.gpu] = WorkerRecord(sender, at, WorkerState.READY, now)
-        welcome = WorkerWelcome(
-            head=self.settings.head, beat_s=self.settings.beat_s, lost_s=self.settings.lost_s
-        )
-        return [Send(sender, welcome)]
+        return [Send(sender, self._worker_welcome())]
 
     def _on_agent(self, now: float, agent: AgentRecord, message: Message) -> list[Action]:
         match message:
@@ -214,6 +216,8 @@ class Control:
                     agent.workers[gpu] = WorkerRecord(worker, at, WorkerState.STARTING, now)
             case WorkerDied():
                 return self._on_worker_died(now, agent, message)
+            case AgentBeat():
+                return [Send(agent.id, self._welcome())]
             case AgentBye(reason=reason):
                 self.members.drop(agent.id)
                 return self._agent_is_gone(now, agent, reason)
@@ -257,6 +261,8 @@ class Control:
     def _on_worker(self, now: float, worker: WorkerRecord, message: Message) -> list[Action]:
         shift = self.shift
         match message:
+            case WorkerBeat():
+                return [Send(worker.worker, self._worker_welcome())]
             case Retired(epoch=epoch):
                 self.held.discard(Held(worker.worker, epoch))
             case Installed(epoch=epoch) if shift is not None and epoch == shift.epoch:
