@@ -35,6 +35,13 @@ class OpenEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class MeetEpoch:
+    """Open the epoch's rendezvous: its workers are about to look for each other."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetEpoch:
     """Drop the epoch's rendezvous keys: nobody may meet there any more."""
 
@@ -56,4 +63,4 @@ class Say:
     warning: bool = False
 
 
-Action = Send | Detach | OpenEpoch | ForgetEpoch | Record | Say
+Action = Send | Detach | OpenEpoch | MeetEpoch | ForgetEpoch | Record | Say

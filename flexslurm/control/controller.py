@@ -14,6 +14,7 @@ from flexslurm.control.actions import (
     Action,
     Detach,
     ForgetEpoch,
+    MeetEpoch,
     OpenEpoch,
     Record,
     Say,
@@ -40,6 +41,8 @@ class Effects(Protocol):
         ...
 
     def open_epoch(self, opened: OpenEpoch) -> None: ...
+
+    def meet_epoch(self, epoch: int) -> None: ...
 
     def forget_epoch(self, epoch: int) -> None: ...
 
@@ -71,6 +74,8 @@ class Controller:
                 self._effects.detach(reason)
             case OpenEpoch():
                 self._effects.open_epoch(action)
+            case MeetEpoch(epoch):
+                self._effects.meet_epoch(epoch)
             case ForgetEpoch(epoch):
                 self._effects.forget_epoch(epoch)
             case Say(text, warning):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from flexslurm.control.actions import Action, Detach, ForgetEpoch, Send
+from flexslurm.control.actions import Action, Detach, ForgetEpoch, MeetEpoch, Send
 from flexslurm.control.members import GpuAt, Members, WorkerState
 from flexslurm.gear import Gear, Slot
 from flexslurm.messages import Install, Pacing, Peer, Retire, StartWorkers, StopWorkers
@@ -47,6 +47,12 @@ class Held(NamedTuple):
 
     worker: str
     epoch: int
+
+
+def close_epoch(epoch: int, held: set[Held]) -> list[Action]:
+    """End an epoch wherever it is held, at once: members wait for each other's groups."""
+    retire = [Send(h.worker, Retire(epoch=epoch)) for h in sorted(held) if h.epoch == epoch]
+    return [ForgetEpoch(epoch), *retire]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class Shift:
         if not self.over and now >= self.deadline:
             self._on_deadline(now, members, held, actions)
         if self.phase is Phase.ABORT:
-            actions.append(ForgetEpoch(self.epoch))
+            actions += close_epoch(self.epoch, held)
         return actions
 
     def _workers_ready(self, members: Members, actions: list[Action]) -> bool:
@@ -194,6 +200,7 @@ class Shift:
             assert record is not None, f"epoch {self.epoch}: no worker at {at} after PREPARE"
             workers[slot] = record.worker
         self.target = InstalledGear(self.epoch, self.gear, self.placement, workers)
+        actions.append(MeetEpoch(self.epoch))
         for slot, worker in sorted(workers.items()):
             actions.append(Send(worker, self._install(slot, self.target, members)))
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexslurm.control.actions import Action, Detach, ForgetEpoch, OpenEpoch, Record, Say, Send
+from flexslurm.control.actions import Action, Detach, OpenEpoch, Record, Say, Send
 from flexslurm.control.events import (
     ControlSettings,
     Cordon,
@@ -37,7 +37,7 @@ from flexslurm.control.members import (
     signature_of,
 )
 from flexslurm.control.policy import Observation, decide
-from flexslurm.control.shift import Held, InstalledGear, Phase, Shift
+from flexslurm.control.shift import Held, InstalledGear, Phase, Shift, close_epoch
 from flexslurm.gear import Gear, Slot
 from flexslurm.messages import (
     PROTOCOL,
@@ -319,7 +319,7 @@ class Control:
         self._plan.soon(now + self.settings.loss_settle_s)
         return [
             Detach(reason),
-            ForgetEpoch(broken.epoch),
+            *close_epoch(broken.epoch, self.held),
             Record({"event": "broken", "epoch": epoch, "why": reason}),
             Say(f"epoch {epoch} is broken: {reason}", warning=True),
         ]

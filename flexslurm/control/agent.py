@@ -1,0 +1,397 @@
+"""The agent: one process on each node of a pilot; holds no model and decides nothing.
+
+It takes inventory, keeps a fork server warm, starts and stops workers as the head says, and turns
+signals into notices. It never ends by itself on a signal: Slurm sends SIGTERM when the grace time
+*begins*, and the workers' GPUs serve until the head has moved off them or Slurm kills the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexslurm.config.site import Site
+from flexslurm.control.inventory import gpus_of_node
+from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, ServiceError
+from flexslurm.messages import (
+    PROTOCOL,
+    AgentBeat,
+    AgentBye,
+    AgentHello,
+    GpuInfo,
+    LeaveNotice,
+    Refused,
+    ReleaseAgent,
+    StartWorkers,
+    StopWorkers,
+    ToAgent,
+    Welcome,
+    WorkerDied,
+    WorkerStarted,
+)
+from flexslurm.wire.address import node_address
+from flexslurm.wire.service_dir import HeadAddress, ServiceDir
+from flexslurm.wire.transport import HeadLink
+
+log = logging.getLogger(__name__)
+
+_LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_HELLO_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What the pilot's script tells its agents."""
+
+    fragment: str
+    gpu_type: str
+    gpus: int
+    grace_s: float
+    """Warning the partition gives before it takes a job; 0: none but the kill wait."""
+    kill_wait_s: float
+    incarnation: str
+    node: str
+    job_id: str | None = None
+    restarts: int = 0
+    head_wait_s: float = 3600.0
+    """How long it waits for a head, at the start or after one is lost, before it ends."""
+
+    @property
+    def notice_s(self) -> float:
+        """Seconds that a first SIGTERM promises at least: it may be a cancel, with no grace."""
+        return min(self.grace_s, self.kill_wait_s) if self.grace_s > 0 else self.kill_wait_s
+
+
+class WorkerNursery(Protocol):
+    """The engine's fork server, as the agent sees it."""
+
+    async def start(self, timeout_s: float) -> float: ...
+
+    async def spawn(self, gpu: int, head: HeadAddress) -> tuple[str, int, float]:
+        """Returns the worker's incarnation, its process id and the seconds it took."""
+        ...
+
+    def stop(self, worker: str, grace_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """A worker process ended."""
+
+    worker: str
+    gpu: int
+    exit_code: int | None
+    reason: str
+
+
+NurseryFactory = Callable[[str, tuple[GpuInfo, ...], Callable[[WorkerEnd], None]], WorkerNursery]
+"""From the node's address, its GPUs and a callback for ended workers."""
+
+
+class Agent:
+    """One agent; `run` returns its exit code."""
+
+    def __init__(
+        self, options: AgentOptions, site: Site, directory: ServiceDir, nursery: NurseryFactory
+    ) -> None:
+        self._options, self._site, self._directory = options, site, directory
+        self._make_nursery = nursery
+        self._nursery: WorkerNursery | None = None
+        self._gpus: tuple[GpuInfo, ...] = ()
+        self._address = ""
+        self._workers: dict[int, str] = {}
+        self._spawning: set[int] = set()
+        self._link: HeadLink[ToAgent] | None = None
+        self._head: HeadAddress | None = None
+        self._welcome: Welcome | None = None
+        self._welcomed_at = time.monotonic()
+        self._notice: LeaveNotice | None = None
+        self._notice_at = 0.0
+        self._ended: asyncio.Future[str] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for number in _LEAVE_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
+        loop.add_signal_handler(signal.SIGINT, self._finish, "interrupted")
+        loop.add_signal_handler(signal.SIGCONT, lambda: None)
+        gpu_type = self._site.gpu_types.get(self._options.gpu_type)
+        if gpu_type is None:
+            raise EnvironmentFault(f"GPU type '{self._options.gpu_type}' is not in the site file")
+        self._gpus = gpus_of_node(self._options.gpu_type, gpu_type, self._options.gpus)
+        try:
+            return await self._live()
+        finally:
+            await self._close()
+
+    async def _live(self) -> int:
+        assert self._ended is not None
+        head = await self._find_head(None)
+        if head is None:
+            return 0
+        self._address = node_address(self._site.network, head.control)
+        self._nursery = self._make_nursery(self._address, self._gpus, self._on_worker_end)
+        await self._nursery.start(180.0)
+        while not self._ended.done():
+            await self._serve(head)
+            if not self._ended.done():
+                found = await self._find_head(head)
+                if found is None:
+                    break
+                head = found
+        log.info("ends: %s", self._ended.result() if self._ended.done() else "no head")
+        return 0
+
+    # ------------------------------------------------------------------ the head
+
+    async def _find_head(self, last: HeadAddress | None) -> HeadAddress | None:
+        """The published head; None when the agent is told to end. Raises DeadlineExceeded."""
+        assert self._ended is not None
+        told = False
+        while time.monotonic() < self._welcomed_at + self._options.head_wait_s:
+            head = self._directory.head()
+            if head is not None:
+                return head
+            if not told:
+                log.info("waits for a head in %s", self._directory.path)
+                told = True
+            if self._ended.done():
+                return None
+            await self._or_ended(asyncio.sleep(0.5))
+        where = f" after {last.control}" if last is not None else ""
+        raise DeadlineExceeded(f"no head{where} within {self._options.head_wait_s:g} s")
+
+    async def _serve(self, head: HeadAddress) -> None:
+        """Work for this head until it falls silent, another is published, or the end."""
+        assert self._ended is not None
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[ToAgent] = asyncio.Queue()
+
+        def receive(message: ToAgent) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+        self._head, self._welcome = head, None
+        link: HeadLink[ToAgent] = HeadLink(
+            head.control, self._directory.keys(), self._options.incarnation, ToAgent, receive
+        )
+        self._link = link
+        beating = asyncio.create_task(self._beat(link))
+        try:
+            while not self._ended.done() and not beating.done():
+                message = await self._or_ended(_next(inbox, beating))
+                if message is not None:
+                    self._on_message(message)
+        finally:
+            beating.cancel()
+            if self._ended.done():
+                bye = AgentBye(incarnation=self._options.incarnation, reason=self._ended.result())
+                link.send(bye)
+            self._link = None
+            await asyncio.to_thread(link.close)
+            self._stop_all()
+
+    async def _beat(self, link: HeadLink[ToAgent]) -> None:
+        """Say hello until welcomed, then beat; returns when the head is lost or replaced."""
+        number = 0
+        lost_s = 10.0
+        while link.silent_s < lost_s:
+            if self._welcome is None:
+                link.send(self._hello())
+                pause = _HELLO_EVERY_S
+            else:
+                number += 1
+                link.send(AgentBeat(incarnation=self._options.incarnation, number=number))
+                pause, lost_s = self._welcome.beat_s, self._welcome.lost_s
+            await asyncio.sleep(pause)
+            published = self._directory.head() if link.silent_s > 2 * pause else self._head
+            if published is not None and published != self._head:
+                log.warning("another head has taken over: %s", published.control)
+                return
+        log.warning("the head has said nothing for %.1f s", link.silent_s)
+
+    def _hello(self) -> AgentHello:
+        options = self._options
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        walltime = float(end) - time.time() if end.isdecimal() else None
+        return AgentHello(
+            protocol=PROTOCOL,
+            incarnation=options.incarnation,
+            fragment=options.fragment,
+            node=options.node,
+            address=self._address,
+            gpu_type=options.gpu_type,
+            gpus=self._gpus,
+            job_id=options.job_id,
+            restarts=options.restarts,
+            pid=os.getpid(),
+            walltime_s=walltime,
+        )
+
+    def _on_message(self, message: ToAgent) -> None:
+        match message:
+            case Welcome():
+                self._on_welcome(message)
+            case Refused(reason=reason):
+                log.error("the head refused this agent: %s", reason)
+                self._finish(f"refused: {reason}")
+            case StartWorkers(gpus=gpus):
+                for gpu in gpus:
+                    self._start_worker(gpu)
+            case StopWorkers(gpus=gpus, grace_s=grace_s):
+                for gpu in gpus:
+                    self._stop_worker(gpu, grace_s)
+            case ReleaseAgent(reason=reason):
+                self._finish(reason)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        assert self._head is not None
+        if welcome.head != self._head.incarnation:
+            self._welcome = None  # a head that does not know us: say hello again
+            return
+        fresh, self._welcome = self._welcome is None, welcome
+        self._welcomed_at = time.monotonic()
+        if fresh:
+            log.info("welcomed by head %s", welcome.head)
+            if self._notice is not None:
+                self._send_notice()
+
+    # ------------------------------------------------------------------ workers
+
+    def _start_worker(self, gpu: int) -> None:
+        if gpu in self._workers or gpu in self._spawning or self._nursery is None:
+            return
+        self._spawning.add(gpu)
+        task = asyncio.create_task(self._spawn(gpu))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _spawn(self, gpu: int) -> None:
+        assert self._nursery is not None and self._head is not None
+        incarnation = self._options.incarnation
+        try:
+            worker, pid, took = await self._nursery.spawn(gpu, self._head)
+        except FlexslurmError as error:
+            log.error("cannot start a worker on GPU %d: %s", gpu, error)
+            self._send(
+                WorkerDied(
+                    incarnation=incarnation, gpu=gpu, worker="", exit_code=None, reason=str(error)
+                )
+            )
+            return
+        finally:
+            self._spawning.discard(gpu)
+        self._workers[gpu] = worker
+        self._send(
+            WorkerStarted(incarnation=incarnation, gpu=gpu, worker=worker, pid=pid, start_s=took)
+        )
+
+    def _stop_worker(self, gpu: int, grace_s: float) -> None:
+        worker = self._workers.get(gpu)
+        if worker is not None and self._nursery is not None:
+            self._nursery.stop(worker, grace_s)
+
+    def _stop_all(self) -> None:
+        for gpu in list(self._workers):
+            self._stop_worker(gpu, 0.5)
+
+    def _on_worker_end(self, end: WorkerEnd) -> None:
+        if self._workers.get(end.gpu) == end.worker:
+            del self._workers[end.gpu]
+        self._send(
+            WorkerDied(
+                incarnation=self._options.incarnation,
+                gpu=end.gpu,
+                worker=end.worker,
+                exit_code=end.exit_code,
+                reason=end.reason,
+            )
+        )
+
+    def _send(self, message: WorkerDied | WorkerStarted | LeaveNotice) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    # ------------------------------------------------------------------ ending
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Slurm warns two or three times; the first one sets the deadline."""
+        log.warning("%s: must leave within %.0f s", number.name, self._options.notice_s)
+        if self._notice is None:
+            self._notice_at = time.monotonic()
+            self._notice = LeaveNotice(
+                incarnation=self._options.incarnation,
+                source=number.name,
+                grace_s=self._options.notice_s,
+            )
+            if self._welcome is not None:
+                self._send_notice()
+
+    def _send_notice(self) -> None:
+        assert self._notice is not None
+        left = self._notice_at + self._notice.grace_s - time.monotonic()
+        self._send(
+            LeaveNotice(
+                incarnation=self._notice.incarnation,
+                source=self._notice.source,
+                grace_s=max(left, 0.0),
+            )
+        )
+
+    def _finish(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    async def _or_ended(self, work: Awaitable[ToAgent | None]) -> ToAgent | None:
+        """Wait for `work` or for the end, whichever comes first."""
+        assert self._ended is not None
+        task = asyncio.ensure_future(work)
+        both: set[asyncio.Future[Any]] = {task, self._ended}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    async def _close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._nursery is not None:
+            await self._nursery.close()
+
+
+async def _next(inbox: asyncio.Queue[ToAgent], until: asyncio.Task[None]) -> ToAgent | None:
+    """The next message, or None when `until` ends first."""
+    getter = asyncio.ensure_future(inbox.get())
+    try:
+        both: set[asyncio.Future[Any]] = {getter, until}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return getter.result() if getter.done() else None
+    finally:
+        getter.cancel()
+
+
+def slurm_identity(env: Mapping[str, str]) -> tuple[str, str | None, int]:
+    """Node name, job id and number of restarts, from a step's environment."""
+    node = env.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
+    restarts = env.get("SLURM_RESTART_COUNT", "0")  # unset, not 0, on the first start
+    return node, env.get("SLURM_JOB_ID"), int(restarts) if restarts.isdecimal() else 0
+
+
+def read_site(directory: ServiceDir) -> Site:
+    """The site file the service was launched with."""
+    from flexslurm.config.schema import load_section
+
+    if not directory.site.exists():
+        raise ServiceError(f"there is no service in {directory.path}")
+    return load_section(Site, Path(directory.site))
