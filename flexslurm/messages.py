@@ -97,6 +97,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
     error: str | None = None
+    code: str | None = None
+    """With `error`: the `code` of the RequestError it stands for, such as `no_capacity`."""
 
 
 # ------------------------------------------------------------------------------- agent → head

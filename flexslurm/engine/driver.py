@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from flexslurm.engine.batch import LiveSequence, Load
+from flexslurm.engine.load import LiveSequence, Load
 from flexslurm.engine.scheduler import Scheduler
 from flexslurm.errors import ProtocolError
 from flexslurm.gear import Epoch, Replica

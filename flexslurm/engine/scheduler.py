@@ -21,8 +21,8 @@ from operator import attrgetter
 
 import msgspec
 
-from flexslurm.engine.batch import LiveSequence, Load, MicroBatch
 from flexslurm.engine.kv_cache import BlockPool, blocks_for
+from flexslurm.engine.load import LiveSequence, Load, MicroBatch
 from flexslurm.engine.sequence import QUEUED, RUNNING, Sequence, SequenceState
 from flexslurm.errors import ContextTooLong, InvalidRequest, ProtocolError
 from flexslurm.gear import Replica

@@ -1,0 +1,51 @@
+"""The values that a scheduler and its driver give out; never rules, only values."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flexslurm.messages import Chunk, SequenceRequest
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """What one step computes; `step` rises by one from one micro-batch to the next."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    decode_tokens: int
+    prefill_tokens: int
+
+
+class LiveSequence(msgspec.Struct, frozen=True):
+    """A sequence that has not ended, and the tokens of its answer that were given out."""
+
+    request: SequenceRequest
+    output: tuple[int, ...] = ()
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a replica is; counters are since its scheduler began."""
+
+    running: int
+    """Sequences that own blocks."""
+    waiting: int
+    in_flight: int
+    """Micro-batches sent and not answered."""
+    blocks: int
+    free_blocks: int
+    queued_blocks: int
+    """Blocks that the waiting sequences will want when they are admitted."""
+    block_tokens: int
+    max_batch: int
+    max_context: int
+    """Tokens of prompt and answer that fit: the replica's limit or the pool's."""
+    steps: int
+    evictions: int
+    prefill_tokens: int
+    """Tokens computed as prefill, recomputed ones included."""
+    decode_tokens: int
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the pool in use, 0 to 1."""
+        return 1.0 - self.free_blocks / self.blocks if self.blocks else 0.0

@@ -1,0 +1,310 @@
+"""Every accepted sequence with its tokens, from acceptance to its one end; never computes any.
+
+The ledger stands between the gateway and the drivers. It is what makes a shift invisible: drivers
+come and go with their epochs (`attach`, `detach`), the ledger keeps each sequence and the tokens it
+has, and gives both to whichever driver serves next. Everything runs on the head's event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from flexslurm.engine.load import LiveSequence
+from flexslurm.errors import InvalidRequest, NotServing, RequestAborted, RequestError
+from flexslurm.gateway.port import Limits, Serving
+from flexslurm.gateway.router import check_context, check_queue
+from flexslurm.head.dispatch import Dispatch, Live, ReplicaDriver, Totals
+from flexslurm.head.observer import Observer, SequenceSummary, SilentObserver
+from flexslurm.head.stream import Channel, Stream
+from flexslurm.messages import FinishReason, SequenceRequest, TokenEvent
+
+
+class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    model_context: int
+    """Tokens the model itself can take."""
+    max_waiting: int = 1024
+    """Sequences that may wait beyond those that the gear runs at once."""
+    wait_for_gpus_s: float = 600.0
+    """How long a sequence waits for a gear that can take it."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger's counts, for status and metrics."""
+
+    live: int
+    unfit: int
+    """Live ones that wait for a gear that is large enough, or for any."""
+    accepted: int
+    finished: Mapping[FinishReason, int]
+    tokens: int
+    moves: int
+    """Sequences taken from a driver that ended and given to another."""
+    longest_gap_s: float
+    """The longest time between two tokens of one sequence, so far."""
+    replicas: Totals
+
+
+class Ledger:
+    """Implements `gateway.port.Generator`.
+
+    Invariants (`check_invariants`): a live sequence is placed with one driver, held or unfit; the
+    positions of its events rise by one from 0; when it ends it leaves the ledger, once.
+    `on_accept` is called before a sequence starts, `on_end` when it has left.
+    """
+
+    def __init__(
+        self,
+        settings: LedgerSettings,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
+        on_accept: Callable[[SequenceRequest], None] | None = None,
+        on_end: Callable[[SequenceSummary], None] | None = None,
+        first_arrival: int = 1,
+    ) -> None:
+        self.settings = settings
+        self._now = now
+        self._observer: Observer = observer or SilentObserver()
+        self._on_accept = on_accept
+        self._on_end = on_end
+        self._next_arrival = first_arrival
+        self._live: dict[str, Live] = {}
+        self._dispatch = Dispatch()
+        self._abandoned: deque[str] = deque()
+        self._refusing: str | None = None
+        self._view = Serving("starting", 0, 0, 0, 0.0, 0, 0)
+        self._accepted = self._tokens = self._moves = 0
+        self._longest_gap_s = 0.0
+        self._finished: Counter[FinishReason] = Counter()
+
+    # --------------------------------------------------------------------------- gateway
+
+    def submit(self, requests: Sequence[SequenceRequest]) -> Stream:
+        """Accept all of these sequences or none; see `Generator.submit`."""
+        try:
+            self._check(requests)
+        except RequestError as error:
+            self._observer.refused(error)
+            raise
+        now = self._now()
+        bound = sum(request.stop.max_tokens + 1 for request in requests)
+        channel = Channel([request.seq_id for request in requests], bound)
+        for request in requests:
+            self._accept(msgspec.structs.replace(request, arrival=self._next_arrival), channel, now)
+        self._dispatch.place()
+        return Stream(channel, self.abort, self._abandoned)
+
+    def _check(self, requests: Sequence[SequenceRequest]) -> None:
+        if self._refusing is not None:
+            raise NotServing(self._refusing)
+        if self._dispatch.largest is None and self.settings.wait_for_gpus_s <= 0:
+            raise NotServing("no GPUs serve the model now")
+        ids = [request.seq_id for request in requests]
+        assert len(set(ids)) == len(ids), f"a sequence is given twice: {ids}"
+        for request in requests:
+            assert request.seq_id not in self._live, f"{request.seq_id} is live already"
+            self._check_lengths(request)
+        new, live = len(requests), len(self._live)
+        check_queue(new, live, self._dispatch.places, self.settings.max_waiting)
+
+    def _check_lengths(self, request: SequenceRequest) -> None:
+        prompt, answer = len(request.prompt), request.stop.max_tokens
+        if prompt < 1:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if answer < 1:
+            raise InvalidRequest("at least one token must be asked for", param="max_tokens")
+        check_context(prompt, answer, self.settings.model_context, whose="the model")
+        if self._dispatch.largest is not None:
+            check_context(prompt, answer, self._dispatch.largest)
+
+    def _accept(self, request: SequenceRequest, channel: Channel, now: float) -> None:
+        if self._on_accept is not None:
+            self._on_accept(request)
+        self._next_arrival += 1
+        self._accepted += 1
+        live = self._live[request.seq_id] = Live(request, channel, now)
+        self._dispatch.queue(live, now)
+        self._observer.accepted(request)
+
+    def abort(self, seq_ids: Sequence[str]) -> None:
+        """End these sequences without an event; see `Generator.abort`."""
+        ended = [self._live[seq_id] for seq_id in seq_ids if seq_id in self._live]
+        for live in ended:
+            self._dispatch.release(live)
+            live.channel.drop(live.request.seq_id)
+            self._end(live, FinishReason.ABORT)
+        if ended:
+            self._dispatch.place()
+            self._dispatch.pump()
+
+    def limits(self) -> Limits:
+        gear, model = self._dispatch.largest, self.settings.model_context
+        return Limits(None if gear is None else min(gear, model), model)
+
+    def serving(self) -> Serving:
+        totals, view = self._dispatch.totals(), self._view
+        return Serving(
+            view.state,
+            view.epoch,
+            running=totals.running,
+            waiting=totals.waiting,
+            kv_used=totals.kv_used,
+            replicas=totals.replicas,
+            gpus=view.gpus,
+            reason=view.reason,
+        )
+
+    # ------------------------------------------------------------------------ controller
+
+    def announce(self, state: str, epoch: int, gpus: int, reason: str) -> None:
+        """What the controller knows and `serving` passes on."""
+        self._view = Serving(state, epoch, 0, 0, 0.0, 0, gpus, reason)
+
+    def attach(
+        self, drivers: Iterable[ReplicaDriver], speeds: Sequence[float] = (), ramp: float = 1.0
+    ) -> None:
+        """Serve with these drivers too, and give them the sequences that wait, by arrival.
+
+        Their `emit` must be `on_event`. `speeds` are their output tokens per second by estimate.
+        """
+        self._dispatch.attach(drivers, speeds, ramp)
+        self._dispatch.requeue((), self._now())
+        self._dispatch.place()
+
+    def weigh(self, replica: int, *, ramp: float | None = None, speed: float | None = None) -> None:
+        """Change how much of the traffic a replica gets: its ramp weight or its estimated speed."""
+        self._dispatch.weigh(replica, ramp=ramp, speed=speed)
+        self._dispatch.place()
+
+    def detach_all(self) -> list[LiveSequence]:
+        """Close all drivers and keep what they had, waiting; returns it, by arrival."""
+        return self.detach(self._dispatch.replicas())
+
+    def detach(self, replicas: Iterable[int]) -> list[LiveSequence]:
+        """Close these replicas' drivers; what they had waits, and goes to others if they fit."""
+        moved = [sequence for replica in replicas for sequence in self._dispatch.detach(replica)]
+        lives = [self._live[sequence.request.seq_id] for sequence in moved]
+        for live, sequence in zip(lives, moved, strict=True):
+            assert tuple(live.output) == sequence.output, f"{sequence} is not what was given out"
+            live.placed = None
+            live.moves += 1
+        self._moves += len(moved)
+        self._dispatch.requeue(lives, self._now())
+        self._dispatch.place()
+        return sorted(moved, key=lambda sequence: sequence.request.arrival)
+
+    def cordon(self, reason: str) -> None:
+        """Accept nothing more: requests are refused with this reason; running ones go on."""
+        self._refusing = reason
+
+    def stop(self, reason: str) -> None:
+        """Accept nothing more and end everything with `abort`."""
+        self.cordon(reason)
+        for live in tuple(self._live.values()):
+            self._dispatch.release(live)
+            self._end_with(live, FinishReason.ABORT, reason, RequestAborted.code)
+
+    def tick(self, now: float) -> None:
+        """Look at everything that has a limit in time; call it a few times a second."""
+        abandoned = list(self._abandoned)
+        for _ in abandoned:
+            self._abandoned.popleft()
+        self.abort(abandoned)
+        self._dispatch.tick(now)
+        limit_s = self.settings.wait_for_gpus_s
+        for live in self._dispatch.overdue(now, limit_s):
+            what = "" if self._dispatch.largest is None else f" that hold {live.most_tokens} tokens"
+            self._dispatch.release(live)
+            error = f"no GPUs{what} came within {limit_s:g} s"
+            self._end_with(live, FinishReason.ERROR, error, NotServing.code)
+        self._dispatch.place()
+
+    def figures(self) -> Figures:
+        return Figures(
+            live=len(self._live),
+            unfit=self._dispatch.unfit,
+            accepted=self._accepted,
+            finished={reason: self._finished[reason] for reason in FinishReason},
+            tokens=self._tokens,
+            moves=self._moves,
+            longest_gap_s=self._longest_gap_s,
+            replicas=self._dispatch.totals(),
+        )
+
+    @property
+    def empty(self) -> bool:
+        """No sequence is live."""
+        return not self._live
+
+    # --------------------------------------------------------------------------- drivers
+
+    def on_event(self, event: TokenEvent) -> None:
+        """Take a token from a driver and pass it on; the drivers' `emit`."""
+        live = self._live[event.seq_id]
+        assert live.placed is not None, f"{event} of a sequence that no driver has"
+        assert event.position == len(live.output), f"{event} after {len(live.output)} tokens"
+        if event.token is not None:
+            live.output.append(event.token)
+            self._time_token(live)
+        live.channel.put(event)
+        if event.finish is not None:
+            self._end(live, event.finish)
+            self._dispatch.place()
+
+    def _time_token(self, live: Live) -> None:
+        now = self._now()
+        self._tokens += 1
+        if live.first_s is None:
+            live.first_s = now
+            self._observer.first_token(now - live.accepted_s)
+        else:
+            gap_s = now - live.last_s
+            if gap_s > live.longest_gap_s:
+                live.longest_gap_s = gap_s
+                self._longest_gap_s = max(self._longest_gap_s, gap_s)
+            self._observer.next_token(gap_s)
+        live.last_s = now
+
+    # ------------------------------------------------------------------------------- end
+
+    def _end_with(self, live: Live, finish: FinishReason, error: str, code: str | None) -> None:
+        """End a sequence from our side; its driver has it no more."""
+        event = TokenEvent(
+            seq_id=live.request.seq_id,
+            token=None,
+            position=len(live.output),
+            finish=finish,
+            error=error,
+            code=code,
+        )
+        live.channel.put(event)
+        self._end(live, finish)
+
+    def _end(self, live: Live, reason: FinishReason) -> None:
+        """The one place where a sequence leaves."""
+        del self._live[live.request.seq_id]
+        self._finished[reason] += 1
+        summary = SequenceSummary(
+            seq_id=live.request.seq_id,
+            reason=reason,
+            prompt_tokens=len(live.request.prompt),
+            output_tokens=len(live.output),
+            e2e_s=self._now() - live.accepted_s,
+            ttft_s=None if live.first_s is None else live.first_s - live.accepted_s,
+            longest_gap_s=live.longest_gap_s,
+            moves=live.moves,
+        )
+        self._observer.ended(summary)
+        if self._on_end is not None:
+            self._on_end(summary)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not agree."""
+        self._dispatch.check_invariants(self._live.values())
+        for seq_id, live in self._live.items():
+            assert seq_id in live.channel.open, f"{seq_id} has no open channel"
+            assert len(live.output) < live.request.stop.max_tokens, f"{seq_id} should have ended"
