@@ -122,7 +122,7 @@ class Dispatch:
     # --------------------------------------------------------------------------- drivers
 
     def attach(
-        self, drivers: Sequence[ReplicaDriver], speeds: Sequence[float], ramp: float
+        self, drivers: Iterable[ReplicaDriver], speeds: Sequence[float], ramp: float
     ) -> None:
         """Take these drivers, and give them what waits."""
         drivers = tuple(drivers)
