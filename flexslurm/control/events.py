@@ -61,7 +61,16 @@ class PilotGone:
     reason: str
 
 
-Event = Heard | Tick | EpochBroken | Cordon | PilotGone
+@dataclass(frozen=True, slots=True)
+class PilotLeaving:
+    """Slurm says that it will take a pilot, before the pilot's agents have heard it."""
+
+    fragment: str
+    source: str
+    grace_s: float
+
+
+Event = Heard | Tick | EpochBroken | Cordon | PilotGone | PilotLeaving
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from flexslurm.control.events import (
     Event,
     Heard,
     PilotGone,
+    PilotLeaving,
     Planner,
     ServiceState,
     ShiftReport,
@@ -118,6 +119,10 @@ class Control:
                 actions = self._on_cordon(now, fragment, cordon)
             case PilotGone(fragment, reason):
                 actions = self._on_pilot_gone(now, fragment, reason)
+            case PilotLeaving(fragment, source, grace_s):
+                actions = []
+                for agent in self._of_fragment(fragment):
+                    actions += self._on_leaving(now, agent, source, grace_s)
         return actions + self._settle(now)
 
     # ------------------------------------------------------------------ hearing
@@ -204,8 +209,8 @@ class Control:
 
     def _on_agent(self, now: float, agent: AgentRecord, message: Message) -> list[Action]:
         match message:
-            case LeaveNotice():
-                return self._on_leave_notice(now, agent, message)
+            case LeaveNotice(source=source, grace_s=grace_s):
+                return self._on_leaving(now, agent, source, grace_s)
             case LeaveCancelled(reason=reason) if agent.state is AgentState.LEAVING:
                 agent.state, agent.leaves_at = AgentState.READY, None
                 self._plan.soon(now)
@@ -223,19 +228,21 @@ class Control:
                 return self._agent_is_gone(now, agent, reason)
         return []
 
-    def _on_leave_notice(self, now: float, agent: AgentRecord, notice: LeaveNotice) -> list[Action]:
-        leaves_at = now + notice.grace_s
+    def _on_leaving(
+        self, now: float, agent: AgentRecord, source: str, grace_s: float
+    ) -> list[Action]:
+        leaves_at = now + grace_s
         first = agent.state is not AgentState.LEAVING
         agent.state = AgentState.LEAVING
         agent.leaves_at = leaves_at if first else min(agent.leaves_at or leaves_at, leaves_at)
-        agent.leave_source = notice.source
         if not first:
             return []
+        agent.leave_source = source
         self._plan.soon(now + self.settings.loss_settle_s)
         self._fail_shift_over(agent, f"{agent.name} must leave")
         return [
-            Record({"event": "leaving", "fragment": agent.hello.fragment, "source": notice.source}),
-            Say(f"{agent.name} leaves in {notice.grace_s:.0f} s ({notice.source})", True),
+            Record({"event": "leaving", "fragment": agent.hello.fragment, "source": source}),
+            Say(f"{agent.name} leaves in {grace_s:.0f} s ({source})", True),
         ]
 
     def _fail_shift_over(self, agent: AgentRecord, why: str) -> None:
@@ -333,10 +340,12 @@ class Control:
             Say(f"{fragment} is {word}"),
         ]
 
+    def _of_fragment(self, fragment: str) -> list[AgentRecord]:
+        return [a for a in self.members.agents.values() if a.hello.fragment == fragment]
+
     def _on_pilot_gone(self, now: float, fragment: str, reason: str) -> list[Action]:
-        gone = [a for a in self.members.agents.values() if a.hello.fragment == fragment]
         actions: list[Action] = []
-        for agent in gone:
+        for agent in self._of_fragment(fragment):
             self.members.drop(agent.id)
             actions += self._agent_is_gone(now, agent, reason)
         return actions

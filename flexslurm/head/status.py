@@ -1,0 +1,131 @@
+"""The service at a glance, for `flexslurm status`; reads, never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.state import Control
+from flexslurm.gear import Slot
+from flexslurm.head.ledger import Figures
+from flexslurm.messages import FinishReason, FragmentStatus, GpuStatus, StatusAnswer
+from flexslurm.wire.service_dir import Pilot
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """What Slurm last said of a pilot's job."""
+
+    state: str
+    reason: str
+    ended: bool
+
+
+def status_answer(
+    *,
+    service: str,
+    endpoint: str,
+    control: Control,
+    figures: Figures,
+    pilots: Iterable[Pilot],
+    jobs: Mapping[str, JobView],
+    stopping: bool,
+    now: float,
+    started_at: float,
+) -> StatusAnswer:
+    """Build the answer; `jobs` by job id."""
+    current = control.current
+    return StatusAnswer(
+        service=service,
+        head=control.settings.head,
+        endpoint=endpoint,
+        state="stopping" if stopping else control.state,
+        reason=control.failed or control.reason,
+        epoch=control.epoch,
+        gear=current.gear if current is not None else None,
+        fragments=tuple(_fragments(control, pilots, jobs, now)),
+        running=figures.running,
+        waiting=figures.waiting,
+        kv_used=figures.kv_used,
+        finished=sum(
+            figures.finished.get(reason, 0) for reason in (FinishReason.STOP, FinishReason.LENGTH)
+        ),
+        tokens_total=figures.tokens,
+        shifts=tuple(
+            {
+                "epoch": report.epoch,
+                "why": report.why,
+                "from": report.before,
+                "to": report.after,
+                "started_s_ago": round(now - report.started_at, 3),
+                "took_s": round(report.took_s, 3),
+                "outcome": report.outcome,
+            }
+            for report in control.history
+        ),
+        uptime_s=now - started_at,
+    )
+
+
+def _fragments(
+    control: Control, pilots: Iterable[Pilot], jobs: Mapping[str, JobView], now: float
+) -> Iterable[FragmentStatus]:
+    slots: dict[GpuAt, Slot] = {}
+    if control.current is not None:
+        slots = {at: slot for slot, at in control.current.placement.items()}
+    by_fragment: dict[str, list[AgentRecord]] = {}
+    for agent in control.members.agents.values():
+        by_fragment.setdefault(agent.hello.fragment, []).append(agent)
+    for pilot in pilots:
+        agents = by_fragment.pop(pilot.fragment, [])
+        for agent in agents:
+            yield _of_agent(agent, control, slots, now)
+        if not agents:
+            yield _without_agent(pilot, jobs.get(pilot.job_id))
+    for agents in by_fragment.values():
+        for agent in agents:
+            yield _of_agent(agent, control, slots, now)
+
+
+def _without_agent(pilot: Pilot, job: JobView | None) -> FragmentStatus:
+    state = "unknown" if job is None else job.state.lower()
+    return FragmentStatus(
+        name=pilot.fragment,
+        job_id=pilot.job_id,
+        node=None,
+        gpu_type=pilot.gpu_type,
+        state="lost" if job is not None and job.ended else state,
+        detail=job.reason if job is not None else "Slurm has not been asked yet",
+        gpus=tuple(GpuStatus(index=i, worker=None, slot=None) for i in range(pilot.gpus)),
+    )
+
+
+def _of_agent(
+    agent: AgentRecord, control: Control, slots: Mapping[GpuAt, Slot], now: float
+) -> FragmentStatus:
+    gpus = tuple(
+        GpuStatus(
+            index=gpu.index,
+            worker=agent.workers[gpu.index].worker if gpu.index in agent.workers else None,
+            slot=str(slots[at]) if (at := GpuAt(agent.id, gpu.index)) in slots else None,
+        )
+        for gpu in agent.hello.gpus
+    )
+    serving = any(gpu.slot for gpu in gpus)
+    state, detail = "serving" if serving else "ready", ""
+    if agent.hello.fragment in control.members.cordoned:
+        state = "cordoned"
+    elif agent.state != "ready":
+        state = str(agent.state)
+        left = max((agent.leaves_at or now) - now, 0.0)
+        detail = agent.failure or f"{agent.leave_source}, {left:.0f} s left"
+    return FragmentStatus(
+        name=agent.hello.fragment,
+        job_id=agent.hello.job_id,
+        node=agent.hello.node,
+        gpu_type=agent.hello.gpu_type,
+        state=state,
+        detail=detail,
+        gpus=gpus,
+    )

@@ -1,0 +1,75 @@
+"""Whatever happens in whatever order, the controller keeps its invariants and ends up serving."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexslurm.control.events import Cordon, EpochBroken, Heard, PilotGone
+from flexslurm.messages import AgentBye, LeaveCancelled, LeaveNotice
+from tests.unit.control_world import World
+
+NAMES = ("a", "b", "c")
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["join", "bye", "notice", "stay", "kill", "broken", "hang", "dead", "cordon",
+             "uncordon", "gone", "wait", "fail", "mend"]
+        ),
+        st.sampled_from(NAMES),
+        st.floats(0.05, 4.0),
+    ),
+    max_size=25,
+)  # fmt: skip
+
+
+@given(happenings)
+@settings(max_examples=150, deadline=None)
+def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
+    world = World(least=2, lost_s=2.0)
+    born = 0
+    for what, name, seconds in events:
+        agents = [a for a in world.control.members.agents.values() if a.hello.fragment == name]
+        agent = agents[0].id if agents else None
+        match what:
+            case "join":
+                born += 1
+                kind = "l40s" if name == "c" else "a100"
+                world.join(f"{name}{born}", kind, 2, fragment=name)
+            case "bye" if agent:
+                world.take(Heard(agent, AgentBye(incarnation=agent, reason="test")))
+            case "notice" if agent:
+                notice = LeaveNotice(incarnation=agent, source="SIGTERM", grace_s=seconds)
+                world.take(Heard(agent, notice))
+            case "stay" if agent:
+                world.take(Heard(agent, LeaveCancelled(incarnation=agent, reason="test")))
+            case "kill" if agent and world.control.members.agents[agent].workers.get(0):
+                world.kill_worker(agent)
+            case "broken":
+                world.take(EpochBroken(world.control.epoch, "test"))
+            case "hang" if agent:
+                world.hung |= {
+                    w.worker for w in world.control.members.agents[agent].workers.values()
+                }
+            case "dead" if agent:
+                world.dead.add(agent)
+            case "cordon" | "uncordon":
+                world.take(Cordon(name, what == "cordon"))
+            case "gone":
+                world.take(PilotGone(name, "test"))
+            case "fail" if agent:
+                world.failing[agent] = "test"
+            case "mend":
+                world.failing.clear()
+        world.run(seconds, step=0.25)
+    # peace: everything mended and one fresh agent of each name; the service must come up
+    world.failing.clear()
+    world.dead.clear()
+    for name in NAMES:
+        world.take(Cordon(name, False))
+        born += 1
+        world.join(f"{name}{born}", "l40s" if name == "c" else "a100", 2, fragment=name)
+    world.run(60, step=0.5)
+    assert world.serving() == "a100:2x2,l40s:2"
+    epochs = [opened.epoch for opened in world.opened()]
+    assert epochs == sorted(set(epochs)), "epochs only grow"
