@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.shift import InstallSettings
+from flexslurm.control.shift import InstalledGear, InstallSettings
 from flexslurm.gear import Gear, NoGear, Signature, Slot
 from flexslurm.messages import Message, Pacing
 
@@ -20,7 +20,7 @@ class Planner(Protocol):
     def choose(self, signature: Signature) -> Gear | NoGear: ...
 
     def place(
-        self, gear: Gear, agents: Sequence[AgentRecord], held: Mapping[GpuAt, Sequence[Slot]]
+        self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
     ) -> dict[Slot, GpuAt]: ...
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...

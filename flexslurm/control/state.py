@@ -39,7 +39,7 @@ from flexslurm.control.members import (
 )
 from flexslurm.control.policy import Observation, decide
 from flexslurm.control.shift import Held, InstalledGear, Phase, Shift, close_epoch
-from flexslurm.gear import Gear, Slot
+from flexslurm.gear import Gear
 from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
@@ -403,11 +403,7 @@ class Control:
             agents = ready
         else:
             agents = self.members.usable(leaving=True)
-        held: dict[GpuAt, list[Slot]] = {}
-        if self.current is not None:
-            for slot, at in self.current.placement.items():
-                held.setdefault(at, []).append(slot)
-        placement = self.planner.place(gear, agents, held)
+        placement = self.planner.place(gear, agents, self.current)
         self.epoch += 1
         self.shift = Shift(
             epoch=self.epoch,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexslurm.control.actions import Action, Detach, OpenEpoch, Send
 from flexslurm.control.events import ControlSettings, Event, Heard, Tick
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.shift import InstallSettings
+from flexslurm.control.shift import InstalledGear, InstallSettings
 from flexslurm.control.state import Control
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Slot, Stage, slots
 from flexslurm.messages import (
@@ -53,7 +53,7 @@ class OneStagePerNode:
         return Gear(f"g-{signature}", signature, 16, (replica,), estimates)
 
     def place(
-        self, gear: Gear, agents: Sequence[AgentRecord], held: Mapping[GpuAt, Sequence[Slot]]
+        self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
     ) -> dict[Slot, GpuAt]:
         free = list(agents)
         nodes: dict[int, AgentRecord] = {}

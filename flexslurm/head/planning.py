@@ -1,0 +1,107 @@
+"""The planner as the head asks it: the service's model, site and limits filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.shift import InstalledGear
+from flexslurm.errors import ModelError
+from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
+from flexslurm.messages import Pacing
+from flexslurm.planner.gears import plan_gear
+from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.pipelines import Problem, StageKind
+from flexslurm.planner.placement import GpuRef, Owned, PhysicalNode, place
+from flexslurm.planner.topology import Topology
+from flexslurm.planner.workload import Goal
+
+
+class ServicePlanner:
+    """Implements `control.events.Planner`; remembers the gears it has planned."""
+
+    def __init__(self, service: Service, site: Site) -> None:
+        self.spec = read_spec(Path(service.model.path), service.model.dtype)
+        self.topology = Topology.from_site(site, service.model.dtype)
+        self.goal = Goal.from_service(service)
+        self._acted = _acted_models(site, self.topology, service)
+        self._virtual = {
+            name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
+        }
+        self._problem = Problem(self.spec, self.topology, self.goal, self._acted)
+        self._known: dict[Signature, Gear | NoGear] = {}
+
+    def choose(self, signature: Signature) -> Gear | NoGear:
+        """The gear for an allocation; planned once."""
+        found = self._known.get(signature)
+        if found is None:
+            found = plan_gear(self.spec, self.topology, self.goal, signature, acted=self._acted)
+            self._known[signature] = found
+        return found
+
+    def place(
+        self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
+    ) -> dict[Slot, GpuAt]:
+        """The GPUs for the gear's slots; those that hold most of what a slot needs come first."""
+        nodes = [
+            PhysicalNode(a.id, a.hello.gpu_type, tuple(gpu.index for gpu in a.hello.gpus))
+            for a in agents
+        ]
+        owned: dict[GpuRef, Owned] = {}
+        if current is not None:
+            for slot, at in current.placement.items():
+                stage = current.gear.replicas[slot.replica].stages[slot.stage]
+                owned[GpuRef(at.agent, at.gpu)] = Owned(slot, stage.lo, stage.hi, stage.tp)
+        placed = place(gear, nodes, owned, self.spec)
+        return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.slots.items()}
+
+    def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
+        """How virtual GPUs spend time in this gear; real ones have no entry."""
+        paced: dict[Slot, Pacing] = {}
+        for slot in slots(gear):
+            stage = gear.replicas[slot.replica].stages[slot.stage]
+            virtual = self._virtual.get(stage.gpu_type)
+            if virtual is None:
+                continue
+            if virtual.pacing == "acted":
+                cost = self._problem.cost(StageKind(stage.gpu_type, stage.tp), stage.lo, stage.hi)
+                paced[slot] = Pacing(acted=msgspec.to_builtins(cost))
+            elif virtual.speed < 1.0:
+                paced[slot] = Pacing(speed=virtual.speed)
+        return paced
+
+
+def read_spec(path: Path, dtype: str) -> ModelSpec:
+    """The model's sizes from its config.json (or the directory that holds one)."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} does not hold a model's configuration")
+    return ModelSpec.from_config(config, dtype, name=path.name)
+
+
+def _acted_models(site: Site, topology: Topology, service: Service) -> Mapping[str, ModelSpec]:
+    """The larger models that virtual GPUs act, by the name the site file gives them."""
+    wanted = {topology.gpu(name).acts_model for name in site.gpu_types} - {None}
+    return {
+        name: read_spec(Path(name), service.model.dtype) for name in sorted(filter(None, wanted))
+    }
+
+
+def full_pool(service: Service) -> Signature:
+    """The allocation with every pilot of the service's pool."""
+    return Signature.of(
+        Shape(entry.gpu_type, entry.gpus)
+        for entry in service.pool
+        for _ in range(entry.count * entry.nodes)
+    )
