@@ -29,7 +29,7 @@ class CatalogueGpu(msgspec.Struct, frozen=True):
     source: str
 
 
-def _gpu(  # noqa: PLR0917 - the columns of the table below
+def _gpu(
     name: str,
     memory_mib: int,
     bandwidth_gb: float,

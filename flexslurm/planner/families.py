@@ -78,7 +78,7 @@ class _Parts:
         """Embedding and further tables on the first stage; norm and head on the last."""
         table = Weight("embed_tokens", self.vocab, self.hidden, looked_up=True)
         self.first = [table, *first]
-        self.last = [norm, Weight("lm_head", self.vocab, self.hidden, Split.GRAIN_COLS)]
+        self.last = [norm, Weight("lm_head", self.vocab, self.hidden, Split.EVEN_COLS)]
 
     def attention(self, bias: bool, out_bias: bool) -> tuple[Weight, ...]:
         q, kv = self.attention_dim, self.kv_heads * self.head_dim
@@ -91,9 +91,9 @@ class _Parts:
 
     def gated_mlp(self, inner: int, bias: bool = False, prefix: str = "mlp") -> tuple[Weight, ...]:
         return (
-            Weight(f"{prefix}.gate_proj", inner, self.hidden, Split.GRAIN_ROWS, bias),
-            Weight(f"{prefix}.up_proj", inner, self.hidden, Split.GRAIN_ROWS, bias),
-            Weight(f"{prefix}.down_proj", self.hidden, inner, Split.GRAIN_COLS, bias),
+            Weight(f"{prefix}.gate_proj", inner, self.hidden, Split.EVEN_ROWS, bias),
+            Weight(f"{prefix}.up_proj", inner, self.hidden, Split.EVEN_ROWS, bias),
+            Weight(f"{prefix}.down_proj", self.hidden, inner, Split.EVEN_COLS, bias),
         )
 
     def experts(self, count: int, active: int, inner: int) -> tuple[Weight, ...]:
@@ -196,8 +196,8 @@ def _phi3(config: Config) -> _Parts:
     parts.same_layers(
         Weight("self_attn.qkv_proj", q + 2 * kv, parts.hidden, Split.KV_ROWS),
         Weight("self_attn.o_proj", parts.hidden, q, Split.KV_COLS),
-        Weight("mlp.gate_up_proj", 2 * inner, parts.hidden, Split.GRAIN_ROWS),
-        Weight("mlp.down_proj", parts.hidden, inner, Split.GRAIN_COLS),
+        Weight("mlp.gate_up_proj", 2 * inner, parts.hidden, Split.EVEN_ROWS),
+        Weight("mlp.down_proj", parts.hidden, inner, Split.EVEN_COLS),
         *parts.norms(*_RMS),
     )
     parts.ends(*parts.norms("norm"))
@@ -219,7 +219,7 @@ def _opt(config: Config) -> _Parts:
     width = config.whole("word_embed_proj_dim", hidden)
     positions = Weight("embed_positions", parts.max_context + 2, hidden, looked_up=True)
     parts.first = [Weight("embed_tokens", parts.vocab, width, looked_up=True), positions]
-    parts.last = [Weight("lm_head", parts.vocab, width, Split.GRAIN_COLS)]
+    parts.last = [Weight("lm_head", parts.vocab, width, Split.EVEN_COLS)]
     if width != hidden:
         parts.first.append(Weight("project_in", hidden, width))
         parts.last.insert(0, Weight("project_out", width, hidden))
@@ -241,8 +241,8 @@ def _gpt_neox(config: Config) -> _Parts:
     parts.same_layers(
         Weight("attention.query_key_value", 3 * hidden, hidden, Split.KV_ROWS, bias),
         Weight("attention.dense", hidden, hidden, Split.KV_COLS, bias),
-        Weight("mlp.dense_h_to_4h", inner, hidden, Split.GRAIN_ROWS, True),
-        Weight("mlp.dense_4h_to_h", hidden, inner, Split.GRAIN_COLS, True),
+        Weight("mlp.dense_h_to_4h", inner, hidden, Split.EVEN_ROWS, True),
+        Weight("mlp.dense_4h_to_h", hidden, inner, Split.EVEN_COLS, True),
         *parts.layer_norms(*_RMS),
     )
     parts.ends(*parts.layer_norms("final_layer_norm"))

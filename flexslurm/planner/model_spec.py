@@ -2,7 +2,7 @@
 
 A model is a run of decoder layers between an embedding and a head. Each layer is a tuple of
 weights, and each weight says how DeepSpeed's automatic tensor parallelism cuts it, so the bytes of
-a stage on one rank are exact, uneven cuts included.
+a stage on one rank are those the engine takes, uneven cuts and alignment included.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float16": 2,
     "float8": 1,
 }
-GRAIN = 64
-"""DeepSpeed cuts what is not cut by heads in multiples of this (`tp_grain_size`)."""
+ALIGNMENT_BYTES = 256
+"""The engine's arena starts every tensor on this, so each tensor's bytes are rounded up to it."""
 
 
 class Split(StrEnum):
@@ -31,8 +31,8 @@ class Split(StrEnum):
     WHOLE = "whole"
     KV_ROWS = "kv_rows"
     KV_COLS = "kv_cols"
-    GRAIN_ROWS = "grain_rows"
-    GRAIN_COLS = "grain_cols"
+    EVEN_ROWS = "even_rows"
+    EVEN_COLS = "even_cols"
 
 
 class Weight(msgspec.Struct, frozen=True):
@@ -67,10 +67,10 @@ class Weight(msgspec.Struct, frozen=True):
                 return kv_shard(self.rows, kv_heads, tp)[tp_rank], self.cols
             case Split.KV_COLS:
                 return self.rows, kv_shard(self.cols, kv_heads, tp)[tp_rank]
-            case Split.GRAIN_ROWS:
-                return grain_shard(self.rows, tp)[tp_rank], self.cols
-            case Split.GRAIN_COLS:
-                return self.rows, grain_shard(self.cols, tp)[tp_rank]
+            case Split.EVEN_ROWS:
+                return even_shard(self.rows, tp)[tp_rank], self.cols
+            case Split.EVEN_COLS:
+                return self.rows, even_shard(self.cols, tp)[tp_rank]
             case _:
                 return self.rows, self.cols
 
@@ -87,24 +87,19 @@ class Weight(msgspec.Struct, frozen=True):
 
 def kv_heads_of_ranks(kv_heads: int, tp: int) -> tuple[int, ...]:
     """KV heads of each rank: as even as whole heads allow, the first ranks hold the odd ones."""
-    return tuple(kv_heads // tp + (rank < kv_heads % tp) for rank in range(tp))
+    return even_shard(kv_heads, tp)
 
 
 def kv_shard(total: int, kv_heads: int, tp: int) -> tuple[int, ...]:
-    """Sizes of `total` cut in proportion to KV heads; by grains where heads do not divide it."""
+    """Sizes of `total` cut in proportion to KV heads; evenly where heads do not divide it."""
     if total % kv_heads:
-        return grain_shard(total, tp)
+        return even_shard(total, tp)
     return tuple(total * heads // kv_heads for heads in kv_heads_of_ranks(kv_heads, tp))
 
 
-def grain_shard(total: int, tp: int) -> tuple[int, ...]:
-    """Sizes of `total` cut in grains of 64; the last rank takes the rest; below 64, evenly."""
-    if total < GRAIN:
-        return tuple(total // tp + (rank < total % tp) for rank in range(tp))
-    grains, rest = divmod(total, GRAIN)
-    sizes = [(grains // tp + (rank < grains % tp)) * GRAIN for rank in range(tp)]
-    sizes[-1] += rest
-    return tuple(sizes)
+def even_shard(total: int, tp: int) -> tuple[int, ...]:
+    """Sizes as even as whole numbers allow, the first ranks one more."""
+    return tuple(total // tp + (rank < total % tp) for rank in range(tp))
 
 
 class LayerKind(msgspec.Struct, frozen=True):
@@ -185,7 +180,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return tuple(self.kinds[index] for index in self.layer_kinds)
 
     def weight_bytes(self) -> int:
-        """Bytes of the checkpoint in the serving dtype."""
+        """Bytes of all weights in the serving dtype, tensors aligned; a tied head counts once."""
         last = sum(self._bytes(w, 1, 0) for w in self.last)
         if self.tied:
             last -= sum(self._bytes(w, 1, 0) for w in self.last if w.name == "lm_head")
@@ -214,10 +209,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def last_bytes(self, tp: int = 1, tp_rank: int = 0, *, alone: bool = False) -> int:
         """Final norm and head; `alone`: the stage holds the embedding too.
 
-        A tied head shares the embedding's storage only on one GPU: over several, each rank holds
-        the whole embedding and its own columns of the head.
+        A tied head on the stage of the embedding is a view of it, over several ranks too, since
+        each holds the whole embedding.
         """
-        shared = alone and self.tied and tp == 1
+        shared = alone and self.tied
         return sum(
             self._bytes(w, tp, tp_rank) for w in self.last if not (shared and w.name == "lm_head")
         )
@@ -261,11 +256,19 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def _bytes(self, weight: Weight, tp: int, tp_rank: int) -> int:
         matrix = weight.cols > 1 and not weight.looked_up and weight.name not in _KEPT
         dtype = self.dtype if matrix or self.other_dtype is None else self.other_dtype
-        return weight.shard_params(self.kv_heads, tp, tp_rank) * DTYPE_BYTES[dtype]
+        rows, cols = weight.shard(self.kv_heads, tp, tp_rank)
+        size = DTYPE_BYTES[dtype]
+        bias = aligned(weight.copies * rows * size) if weight.bias else 0
+        return aligned(weight.copies * rows * cols * size) + bias
 
 
 _KEPT = frozenset({"lm_head", "mlp.gate"})
 """Matrices that fp8 checkpoints keep in the wider type."""
+
+
+def aligned(size_bytes: int) -> int:
+    """Rounded up to the arena's alignment."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def item_bytes(dtype: str) -> int:

@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from flexslurm.config.service import Service
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     def arena_bytes(self, memory_bytes: int) -> int:
         """The part of a GPU's memory that weights and KV pages share."""
-        return math.floor(memory_bytes * self.memory_fraction)
+        return math.floor(memory_bytes * self.memory_fraction) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 class Objective(StrEnum):
