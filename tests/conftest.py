@@ -1,0 +1,106 @@
+"""What all tests share: models, leak checks, hypothesis profiles, the order on few cores."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# One thread per process: the tests run many processes on few cores. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["DS_BUILD_OPS"] = "0"
+
+import leaks
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = uuid.uuid4().hex
+os.environ[leaks.TOKEN_VARIABLE] = TOKEN
+
+settings.register_profile("everyday", max_examples=60, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "everyday")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their directory, and keep what fills the machine on one xdist worker."""
+    for item in items:
+        parts = item.path.relative_to(ROOT).parts
+        for name in ("cluster", "sandbox"):
+            if name in parts:
+                item.add_marker(name)
+        for name in ("cluster", "sandbox"):
+            if item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.xdist_group("machine"))
+                break
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each cluster or sandbox test no process, thread, descriptor or shared memory is left.
+
+    What fixtures of a wider scope hold was there before and does not count.
+    """
+    marks = ("cluster", "sandbox")
+    if not any(request.node.get_closest_marker(mark) for mark in marks):
+        yield
+        return
+    before = leaks.take(TOKEN)
+    yield
+    found = leaks.left_since(before, TOKEN)
+    assert not found, "left behind:\n  " + "\n  ".join(found)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of field cases beside the checkout; tests that want it are skipped without."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip(f"no folder of shared cases at {path}")
+    return path
+
+
+TinyModels = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """`tiny_models(family="llama", **sizes)`: a checkpoint as write_tiny_model makes it, kept."""
+    from flexslurm.engine.tiny import write_tiny_model
+
+    kept: dict[tuple[object, ...], Path] = {}
+
+    def get(family: str = "llama", **sizes: object) -> Path:
+        key = (family, *sorted(sizes.items()))
+        if key not in kept:
+            where = tmp_path_factory.mktemp(f"model-{family}") / family
+            kept[key] = write_tiny_model(where, family, **sizes)  # type: ignore[arg-type]
+        return kept[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_models: TinyModels) -> Path:
+    """The everyday tiny model: llama, 6 layers, 6 heads, 3 KV heads, float64."""
+    return tiny_models()
