@@ -21,7 +21,8 @@ FlexslurmError
 ├── Unauthorized       the API key is missing or wrong
 ├── Overloaded         the admission queue is full
 ├── NotServing         no gear is installed, and the wait limit is reached
-└── RequestAborted     the request was ended before it finished
+├── RequestAborted     the request was ended before it finished
+└── GenerationFailed   the engine could not go on with the request
 """
 
 from __future__ import annotations
@@ -190,3 +191,11 @@ class RequestAborted(RequestError):
     http_status = 503
     error_type = "server_error"
     code = "aborted"
+
+
+class GenerationFailed(RequestError):
+    """The engine could not go on with the request; trying again may help."""
+
+    http_status = 500
+    error_type = "server_error"
+    code = "generation_failed"
