@@ -45,9 +45,9 @@ def status_answer(
         epoch=control.epoch,
         gear=current.gear if current is not None else None,
         fragments=tuple(_fragments(control, pilots, jobs, now)),
-        running=figures.running,
-        waiting=figures.waiting,
-        kv_used=figures.kv_used,
+        running=figures.replicas.running,
+        waiting=figures.live - figures.replicas.running,
+        kv_used=figures.replicas.kv_used,
         finished=sum(
             figures.finished.get(reason, 0) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         ),

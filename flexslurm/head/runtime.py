@@ -1,0 +1,324 @@
+"""The head: controller, drivers, gateway and poller in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flexslurm.config.schema import load_section
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.control.controller import Controller
+from flexslurm.control.events import (
+    ControlSettings,
+    Cordon,
+    EpochBroken,
+    Event,
+    Tick,
+)
+from flexslurm.control.policy import PolicySettings
+from flexslurm.control.shift import InstallSettings
+from flexslurm.control.state import Control, restore_epoch
+from flexslurm.engine.families import check_model
+from flexslurm.errors import FlexslurmError
+from flexslurm.head.api_server import ApiServer
+from flexslurm.head.effects import HeadEffects
+from flexslurm.head.ledger import Ledger, LedgerSettings
+from flexslurm.head.observer import SequenceSummary
+from flexslurm.head.planning import ServicePlanner
+from flexslurm.head.poller import JobPoller
+from flexslurm.head.status import status_answer
+from flexslurm.messages import (
+    AskDone,
+    AskRefused,
+    CordonAsk,
+    FromCli,
+    Message,
+    ReleaseAgent,
+    SequenceRequest,
+    StatusAsk,
+    StopAsk,
+)
+from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
+from flexslurm.wire.address import node_address
+from flexslurm.wire.journal import Journal
+from flexslurm.wire.service_dir import HeadAddress, Pilot, Pilots, ServiceDir
+from flexslurm.wire.transport import HeadSocket
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+
+
+def control_settings(service: Service, site: Site, head: str) -> ControlSettings:
+    """The controller's settings from the service file."""
+    serving = service.serving
+    return ControlSettings(
+        head=head,
+        install=InstallSettings(
+            model=service.model.path,
+            dtype=service.model.dtype,
+            memory_fraction=serving.memory_fraction,
+            prepare_timeout_s=120.0,
+            close_timeout_s=3.0,
+            install_timeout_s=serving.install_timeout,
+        ),
+        policy=PolicySettings(
+            min_action_gap_s=service.decisions.min_action_gap_sec,
+            migration_benefit_ratio=service.decisions.migration_benefit_ratio,
+        ),
+        gpu_types=frozenset(site.gpu_types),
+        beat_s=serving.heartbeat,
+        lost_s=serving.lost_after,
+    )
+
+
+def submitter_for(cluster: str, site: Site, directory: ServiceDir) -> Submitter | None:
+    """Who started the pilots; None inside one allocation, where nobody is asked."""
+    if cluster == "slurm":
+        return SlurmSubmitter(site, directory.path)
+    if cluster == "local":
+        return LocalSubmitter(directory.path, kill_wait_s=site.slurm.kill_wait, env=site.env)
+    return None
+
+
+class Head:
+    """One head, from its start to its end."""
+
+    def __init__(self, directory: ServiceDir) -> None:
+        directory.require()
+        self.directory = directory
+        self.service = load_section(Service, directory.service)
+        self.site = load_section(Site, directory.site)
+        self.incarnation = f"h-{secrets.token_hex(4)}"
+        self.started_at = time.monotonic()
+        self.journal = Journal(directory.journal)
+        epoch, cordoned = restore_epoch(self.journal.records)
+        self.info = check_model(self.service.model.path)
+        self.api = ApiServer(self.service, self.info.max_context)
+        self.ledger = Ledger(
+            LedgerSettings(
+                model_context=self.info.max_context,
+                max_waiting=self.service.serving.max_waiting,
+                wait_for_gpus_s=self.service.serving.wait_for_gpus,
+            ),
+            observer=self.api.observer,
+            on_accept=self._on_accept,
+            on_end=self._on_end,
+        )
+        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken)
+        self.control = Control(
+            control_settings(self.service, self.site, self.incarnation),
+            ServicePlanner(self.service, self.site),
+            epoch=epoch,
+        )
+        self.control.members.cordoned |= cordoned
+        self.controller = Controller(self.control, self.effects, time.monotonic)
+        self.socket: HeadSocket | None = None
+        self.poller: JobPoller | None = None
+        self._stopping: asyncio.Event = asyncio.Event()
+        self._stop_reason = ""
+        self._asked: list[str] = []
+        self._drain_s = 0.0
+        self._close_forgotten()
+
+    # ------------------------------------------------------------------ journal of requests
+
+    def _close_forgotten(self) -> None:
+        """Requests of a head that died: their connections died with it, so they have ended."""
+        open_ids: dict[str, None] = {}
+        for record in self.journal.records:
+            if record.get("event") == "accepted":
+                open_ids[str(record["seq"])] = None
+            elif record.get("event") == "ended":
+                open_ids.pop(str(record["seq"]), None)
+        for seq in open_ids:
+            self._note({"event": "ended", "seq": seq, "finish": "abort", "why": "head restarted"})
+        self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
+
+    def _on_accept(self, request: SequenceRequest) -> None:
+        self._note({"event": "accepted", "seq": request.seq_id, "prompt": len(request.prompt)})
+
+    def _on_end(self, ended: SequenceSummary) -> None:
+        tokens = ended.output_tokens
+        self._note(
+            {"event": "ended", "seq": ended.seq_id, "finish": ended.reason, "tokens": tokens}
+        )
+
+    def _note(self, record: dict[str, Any]) -> None:
+        """A request's line: in the kernel's hands at once, on disk with the next decision."""
+        self.journal.append(record, sync=False)
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self) -> int:
+        """Serve until told to stop; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop, signal.Signals(number).name, 0.0)
+        address = node_address(self.site.network)
+        self.socket = HeadSocket(self.directory.keys(), self._hear, host="0.0.0.0")  # noqa: S104
+        self.effects.bind(self.socket)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            url = await self.api.start(self.ledger, self._extra_status, address)
+            self.directory.publish_head(
+                HeadAddress(
+                    incarnation=self.incarnation,
+                    control=f"tcp://{address}:{self.socket.port}",
+                    api=url,
+                    node=os.uname().nodename,
+                    pid=os.getpid(),
+                )
+            )
+            log.info("head %s listens at %s", self.incarnation, url)
+            tasks = self._start_tasks()
+            await self._until_stopped(tasks)
+        finally:
+            await self._close(tasks)
+        return 0
+
+    def _start_tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self._ticking(), name="tick")]
+        pilots = self.directory.pilots() or Pilots("allocation")
+        submitter = submitter_for(pilots.cluster, self.site, self.directory)
+        if submitter is not None:
+            self.poller = JobPoller(
+                submitter, self._pilots, self._tell, self.site.slurm.poll_interval
+            )
+            tasks.append(asyncio.create_task(self.poller.run(), name="poll"))
+        return tasks
+
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Until a stop is asked for; a task that fails fails the head."""
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stop}:
+                task.result()
+        finally:
+            stop.cancel()
+
+    async def _ticking(self) -> None:
+        while True:
+            self._tell(Tick())
+            self.ledger.tick(time.monotonic())
+            current = self.control.current
+            gpus = current.gear.gpus if current is not None else 0
+            self.ledger.announce(
+                "stopping" if self._stop_reason else self.control.state,
+                self.control.epoch,
+                gpus,
+                self.control.failed or self.control.reason,
+            )
+            await asyncio.sleep(_TICK_S)
+
+    async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Let running requests end for the drain time, then end everything in order."""
+        reason = self._stop_reason or "the head ends"
+        self.ledger.cordon("the service is stopping")
+        deadline = time.monotonic() + self._drain_s
+        while not self.ledger.empty and time.monotonic() < deadline:
+            await asyncio.sleep(_TICK_S)
+        self.ledger.stop("the service is stopping")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.api.stop()
+        if self.socket is not None:
+            for agent in self.control.members.agents.values():
+                self.socket.send(agent.id, ReleaseAgent(reason=reason))
+            for asker in self._asked:
+                self.socket.send(asker, AskDone(message=reason))
+            await asyncio.sleep(0.1)  # the sockets' own threads send
+            self.socket.close()
+        self._note({"event": "stopped", "head": self.incarnation, "why": reason})
+        self.journal.close()
+        self.directory.retract_head(self.incarnation)
+        log.info("head %s has ended: %s", self.incarnation, reason)
+
+    def stop(self, reason: str, drain_s: float) -> None:
+        """Begin to stop; idempotent, and a later call may only shorten the drain."""
+        self._drain_s = min(self._drain_s, drain_s) if self._stop_reason else drain_s
+        self._stop_reason = self._stop_reason or reason
+        self._stopping.set()
+
+    # ------------------------------------------------------------------ hearing
+
+    def _hear(self, sender: str, message: Message) -> None:
+        if isinstance(message, FromCli):
+            self._answer(sender, message)
+        elif not self.effects.take(sender, message):
+            self.controller.hear(sender, message)
+
+    def _tell(self, event: Event) -> None:
+        self.controller.take(event)
+
+    def _on_broken(self, epoch: int, reason: str) -> None:
+        # from within a driver's call: the controller closes drivers, so it acts in the next turn
+        asyncio.get_running_loop().call_soon(self._tell, EpochBroken(epoch, reason))
+
+    def _answer(self, sender: str, ask: FromCli) -> None:
+        assert self.socket is not None
+        try:
+            match ask:
+                case StatusAsk():
+                    self.socket.send(sender, self._status())
+                case StopAsk(drain_s=drain_s):
+                    self._asked.append(sender)
+                    self.stop("stopped by 'flexslurm stop'", drain_s)
+                case CordonAsk(fragment=fragment, cordon=cordon):
+                    self._cordon(sender, fragment, cordon)
+        except FlexslurmError as error:
+            self.socket.send(sender, AskRefused(message=error.message, hint=error.hint))
+
+    def _cordon(self, sender: str, fragment: str, cordon: bool) -> None:
+        assert self.socket is not None
+        known = {p.fragment for p in self._pilots()} | {
+            a.hello.fragment for a in self.control.members.agents.values()
+        }
+        if fragment not in known:
+            hint = f"it has {', '.join(sorted(known))}" if known else None
+            message = f"there is no fragment '{fragment}'"
+            self.socket.send(sender, AskRefused(message=message, hint=hint))
+            return
+        self._tell(Cordon(fragment, cordon))
+        self.socket.send(
+            sender, AskDone(message=f"{fragment}: {'cordoned' if cordon else 'in use'}")
+        )
+
+    def _pilots(self) -> tuple[Pilot, ...]:
+        pilots = self.directory.pilots()
+        return pilots.pilots if pilots is not None else ()
+
+    def _status(self) -> Message:
+        return status_answer(
+            service=self.service.name,
+            endpoint=self.api.url,
+            control=self.control,
+            figures=self.ledger.figures(),
+            pilots=self._pilots(),
+            jobs=self.poller.views if self.poller is not None else {},
+            stopping=bool(self._stop_reason),
+            now=time.monotonic(),
+            started_at=self.started_at,
+        )
+
+    def _extra_status(self) -> dict[str, Any]:
+        return {"service": self.service.name, "head": self.incarnation}
+
+
+async def run_head(path: Path, head: Callable[[ServiceDir], Head] = Head) -> int:
+    """Be the head of the service in `path`. Raises ServiceExists where another one lives."""
+    directory = ServiceDir(path)
+    directory.require()
+    with directory.head_lock():
+        return await head(directory).run()
