@@ -1,0 +1,231 @@
+"""Asking and telling Slurm: the only place of flexslurm that starts Slurm's commands.
+
+Every call has a deadline. `SlurmUnavailable` means that nothing is known: back off (see
+`command.backoff_s`) and keep what was known before. Never calls a shell, never guesses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexslurm.config.site import SlurmSettings
+from flexslurm.errors import SlurmError
+from flexslurm.slurm import jobs
+from flexslurm.slurm.command import Completed, clean_env, failure, run
+from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
+from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
+from flexslurm.slurm.jobs import JobInfo
+from flexslurm.slurm.nodelist import expand
+from flexslurm.slurm.records import optional, parse_records, parse_settings
+from flexslurm.slurm.states import NodeState, node_state
+from flexslurm.slurm.times import parse_duration
+
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+_GONE = ("invalid job id", "already completing or completed", "job/step already")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    name: str
+    state: NodeState
+    gres: tuple[Gres, ...]
+    cpus: int
+    memory_bytes: int
+    partitions: tuple[str, ...]
+    reason: str | None
+    address: str
+
+    @property
+    def gpus(self) -> dict[str | None, int]:
+        """Whole GPUs by Slurm type."""
+        return gpus_of(list(self.gres))
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    name: str
+    nodes: tuple[str, ...]
+    up: bool
+    preempt_mode: str
+    priority_tier: int
+    grace_s: float
+    max_time_s: float | None
+    default_time_s: float | None
+    default: bool
+
+
+class SlurmClient:
+    """Slurm's commands as calls; one per process asks, so that one clock paces all of them."""
+
+    def __init__(
+        self, settings: SlurmSettings | None = None, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self.settings = settings or SlurmSettings()
+        self.env = clean_env(self.settings.conf, environ)
+
+    # --------------------------------------------------------------------------- commands
+
+    def command(self, name: str) -> str:
+        """The site's own name of a command."""
+        return self.settings.commands.get(name, name)
+
+    def argv(self, name: str, *args: str) -> list[str]:
+        """The command line, with the cluster where the site names one."""
+        cluster = [f"--clusters={self.settings.cluster}"] if self.settings.cluster else []
+        return [self.command(name), *cluster, *args]
+
+    def call(self, name: str, *args: str, cwd: Path | None = None) -> Completed:
+        """Run a command; raises SlurmError or SlurmUnavailable where it failed."""
+        done = self._try(name, *args, cwd=cwd)
+        if done.code:
+            raise failure(done)
+        return done
+
+    def _try(self, name: str, *args: str, cwd: Path | None = None) -> Completed:
+        argv = self.argv(name, *args)
+        return run(argv, env=self.env, timeout_s=self.settings.command_timeout, cwd=cwd)
+
+    def available(self) -> bool:
+        """Whether this machine has Slurm's commands; asks no daemon."""
+        return shutil.which(self.command("sbatch"), path=self.env.get("PATH")) is not None
+
+    # ------------------------------------------------------------------------------ asking
+
+    def jobs(
+        self, ids: Sequence[str], grace_s: Mapping[str, float] | None = None
+    ) -> dict[str, JobInfo]:
+        """All these jobs of ours in one call; ids Slurm does not list are `known=False`.
+
+        squeue filters by user on the server; asking by several ids would fetch everybody's jobs.
+        """
+        if not ids:
+            return {}
+        done = self.call(
+            "squeue", f"--user={os.geteuid()}", "--states=all", "--noheader", "--array",
+            f"--Format={jobs.format_option()}",
+        )  # fmt: skip
+        now = time.time()
+        wanted = set(ids)
+        rows = [row for row in jobs.split_rows(done.out) if row["jobid"] in wanted]
+        rows = [self._whole(row) if jobs.cut_off(row) else row for row in rows]
+        return jobs.by_id([jobs.job_info(row, now, grace_s or {}) for row in rows], list(ids))
+
+    def _whole(self, row: dict[str, str]) -> dict[str, str]:
+        """A row with a value that squeue may have cut, from scontrol, which cuts nothing."""
+        names = {"reason": "Reason", "nodelist": "NodeList", "name": "JobName"}
+        record = self.job_record(row["jobid"])
+        found = {ours: record[theirs] for ours, theirs in names.items() if theirs in record}
+        return row | found
+
+    def job_record(self, job_id: str) -> dict[str, str]:
+        """Everything `scontrol show job` says; raises SlurmError for an unknown id."""
+        out = self.call("scontrol", "show", "job", "-o", parse_job_id(job_id).base).out
+        records = parse_records(out, "JobId")
+        if not records:
+            raise SlurmError(f"scontrol says nothing about job {job_id}")
+        return records[0]
+
+    def nodes(self) -> list[NodeInfo]:
+        out = self.call("scontrol", "show", "node", "-o").out
+        return [_node_info(record) for record in parse_records(out, "NodeName")]
+
+    def partitions(self) -> list[PartitionInfo]:
+        out = self.call("scontrol", "show", "partition", "-o").out
+        return [_partition_info(record) for record in parse_records(out, "PartitionName")]
+
+    def config(self) -> dict[str, str]:
+        """The daemon's own configuration: site files are stale or absent on many nodes."""
+        return parse_settings(self.call("scontrol", "show", "config").out)
+
+    def version(self) -> tuple[int, int, int]:
+        """Major, minor and micro of the commands, as (22, 5, 8)."""
+        out = self.call("scontrol", "--version").out
+        match = _VERSION.search(out)
+        if match is None:
+            raise SlurmError(f"cannot read the Slurm version in '{out.strip()[:80]}'")
+        return int(match[1]), int(match[2]), int(match[3] or 0)
+
+    # ----------------------------------------------------------------------------- telling
+
+    def submit(self, script: Path, *options: str, cwd: Path | None = None) -> JobId:
+        """Hand a script file to sbatch; raises SlurmError with Slurm's own words where refused."""
+        return submitted_id(self.call("sbatch", "--parsable", *options, str(script), cwd=cwd).out)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End these jobs; those that have ended already are no error."""
+        if not ids:
+            return
+        done = self._try("scancel", *(parse_job_id(job_id).base for job_id in ids))
+        if done.code and not _only_gone(done):
+            raise failure(done)
+
+    def signal_steps(self, job_id: str, signal: str) -> None:
+        """Signal the job's steps, not its batch shell (`scancel -s`), as preemption does."""
+        self.call("scancel", f"--signal={signal}", parse_job_id(job_id).base)
+
+    def requeue(self, job_id: str) -> None:
+        self.call("scontrol", "requeue", parse_job_id(job_id).base)
+
+
+def _only_gone(done: Completed) -> bool:
+    lines = [line.lower() for line in done.err.splitlines() if line.strip()]
+    return bool(lines) and all(any(word in line for word in _GONE) for line in lines)
+
+
+def _quietly(read: Callable[[str], list[Gres]], text: str) -> tuple[Gres, ...]:
+    try:
+        return tuple(read(text))
+    except SlurmError:
+        return ()
+
+
+def _node_info(record: Mapping[str, str]) -> NodeInfo:
+    return NodeInfo(
+        name=record["NodeName"],
+        state=node_state(record.get("State", "")),
+        gres=_quietly(parse_gres, record.get("Gres", "")),
+        cpus=_number(record.get("CPUTot")),
+        memory_bytes=_number(record.get("RealMemory")) * 2**20,
+        partitions=tuple(filter(None, record.get("Partitions", "").split(","))),
+        reason=optional(record.get("Reason")),
+        address=record.get("NodeAddr", record["NodeName"]),
+    )
+
+
+def _partition_info(record: Mapping[str, str]) -> PartitionInfo:
+    return PartitionInfo(
+        name=record["PartitionName"],
+        nodes=tuple(_quiet_nodes(record.get("Nodes", ""))),
+        up=record.get("State", "UP").upper() == "UP",
+        preempt_mode=record.get("PreemptMode", "OFF"),
+        priority_tier=_number(record.get("PriorityTier")),
+        grace_s=float(_number(record.get("GraceTime"))),
+        max_time_s=_quiet_duration(record.get("MaxTime", "")),
+        default_time_s=_quiet_duration(record.get("DefaultTime", "")),
+        default=record.get("Default", "NO").upper() == "YES",
+    )
+
+
+def _quiet_nodes(text: str) -> list[str]:
+    try:
+        return expand(text)
+    except SlurmError:
+        return []
+
+
+def _quiet_duration(text: str) -> float | None:
+    try:
+        return parse_duration(text)
+    except SlurmError:
+        return None
+
+
+def _number(text: str | None) -> int:
+    digits = re.match(r"\d{1,15}", text or "", re.ASCII)
+    return int(digits[0]) if digits else 0

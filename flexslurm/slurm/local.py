@@ -1,0 +1,188 @@
+"""Pilots as local processes, for one machine without Slurm; never asks Slurm anything.
+
+Each job has a directory under SERVICE_DIR/jobs and a keeper process (`local_job`) that outlives the
+launcher. Any process that knows the service directory can ask for states or cancel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flexslurm.errors import EnvironmentFault, SlurmError
+from flexslurm.slurm import processes
+from flexslurm.slurm.command import clean_env
+from flexslurm.slurm.jobs import JobInfo, unknown
+from flexslurm.slurm.script import HeadSpec, PilotSpec
+from flexslurm.slurm.states import JobState, job_state
+
+_MAX_JOBS = 100_000
+
+
+class LocalSubmitter:
+    """Jobs that are processes of this machine, ids `local-N`."""
+
+    def __init__(
+        self,
+        service_dir: Path,
+        *,
+        kill_wait_s: float = 5.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`env` is added to every job's environment, as the site file's is on Slurm."""
+        self._jobs = service_dir.absolute() / "jobs"
+        self._kill_wait_s = kill_wait_s
+        self._env = dict(env or {})
+
+    def submit(self, spec: PilotSpec | HeadSpec) -> str:
+        directory = self._new_directory()
+        try:
+            spec.log_dir.mkdir(parents=True, exist_ok=True)
+            job = self._job(directory.name, spec)
+            _write(directory / "job.json", job)
+            keeper = self._start_keeper(directory, job["env"])
+            _write(directory / "keeper.json", {"keeper": keeper})
+        except OSError as error:
+            raise EnvironmentFault(f"cannot start a local job: {error}") from error
+        return directory.name
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
+        return {job_id: self._state(job_id) for job_id in job_ids}
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            keeper = self._keeper(job_id)
+            if keeper is not None:
+                processes.send(keeper, signal.SIGTERM)
+            else:
+                self._kill_left(job_id)
+
+    def preempt(self, job_id: str, *, grace_s: float, away_s: float = 1.0) -> None:
+        """Take the job's GPUs as Slurm would: SIGTERM, `grace_s`, SIGKILL; back after `away_s`."""
+        keeper = self._keeper(job_id)
+        if keeper is None:
+            raise SlurmError(f"the local job {job_id} does not run")
+        _write(self._jobs / job_id / "preempt.json", {"grace_s": grace_s, "away_s": away_s})
+        processes.send(keeper, signal.SIGUSR1)
+
+    def preview(self, spec: PilotSpec | HeadSpec) -> str:
+        nodes = spec.nodes if isinstance(spec, PilotSpec) else 1
+        times = f" ({nodes} processes)" if nodes > 1 else ""
+        lines = [f"# local process {spec.name}{times}, output in {spec.log_dir}"]
+        lines += [f"export {k}={shlex.quote(v)}" for k, v in {**self._env, **spec.env}.items()]
+        return "\n".join([*lines, shlex.join(spec.command), ""])
+
+    # ----------------------------------------------------------------------------- keeping
+
+    def _new_directory(self) -> Path:
+        self._jobs.mkdir(parents=True, exist_ok=True)
+        taken = [int(p.name[6:]) for p in self._jobs.glob("local-*") if p.name[6:].isdecimal()]
+        for number in count(max(taken, default=0) + 1):
+            if number > _MAX_JOBS:
+                break
+            with contextlib.suppress(FileExistsError):
+                (self._jobs / f"local-{number}").mkdir()
+                return self._jobs / f"local-{number}"
+        raise EnvironmentFault(f"{self._jobs} holds {_MAX_JOBS} jobs")
+
+    def _job(self, job_id: str, spec: PilotSpec | HeadSpec) -> dict[str, Any]:
+        inherited = clean_env()
+        inherited.pop("SLURM_CONF", None)
+        return {
+            "id": job_id,
+            "name": spec.name,
+            "nodes": spec.nodes if isinstance(spec, PilotSpec) else 1,
+            "command": list(spec.command),
+            "env": {**inherited, **self._env, **spec.env},
+            "log_dir": str(spec.log_dir.absolute()),
+            "kill_wait_s": self._kill_wait_s,
+        }
+
+    def _start_keeper(self, directory: Path, env: Mapping[str, str]) -> tuple[int, int]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "flexslurm.slurm.local_job", str(directory)],
+            dict(env), setsid=True,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(directory / "keeper.log"), flags, 0o644),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+        )  # fmt: skip
+        process = processes.look(pid)
+        return (pid, 0) if process is None else process.identity
+
+    # ------------------------------------------------------------------------------ asking
+
+    def _keeper(self, job_id: str) -> processes.Process | None:
+        """The living keeper of a job; an ended one that was our child is collected."""
+        identity = _read(self._jobs / job_id / "keeper.json").get("keeper")
+        if identity is None:
+            return None
+        process = processes.look(identity[0])
+        if process is None or process.start_ticks != identity[1]:
+            processes.reap(identity[0])
+            return None
+        return process
+
+    def _state(self, job_id: str) -> JobInfo:
+        directory = self._jobs / job_id
+        job = _read(directory / "job.json")
+        if not job_id.startswith("local-") or not job:
+            return unknown(job_id, "no such local job")
+        alive = self._keeper(job_id) is not None
+        status = _read(directory / "status.json")
+        state = job_state(str(status.get("state", "PENDING")))
+        reason = str(status.get("reason", ""))
+        if not alive and not state.over:
+            tasks = self._tasks_left(job_id)
+            state = JobState.RUNNING if tasks else JobState.FAILED
+            reason = "its keeper was killed"
+        running = state in (JobState.RUNNING, JobState.COMPLETING)
+        preempt_at = status.get("preempt_at")
+        return JobInfo(
+            id=job_id,
+            state=state,
+            reason=reason,
+            nodes=tuple(f"{job['name']}-{i}" for i in range(job["nodes"])) if running else (),
+            preempt_in_s=preempt_at - time.monotonic() if running and preempt_at else None,
+            restarts=int(status.get("restarts", 0)),
+            exit_code=status.get("exit_code") if state.over else None,
+            name=job["name"],
+            started_ago_s=time.monotonic() - status["started_at"] if running else None,
+        )
+
+    def _tasks_left(self, job_id: str) -> list[processes.Process]:
+        tasks = _read(self._jobs / job_id / "status.json").get("tasks", [])
+        found = (processes.look(pid) for pid, ticks in tasks if processes.alive(pid, ticks))
+        return [process for process in found if process is not None]
+
+    def _kill_left(self, job_id: str) -> None:
+        """A killed keeper leaves its tasks; without it there is nobody to wait for a grace time."""
+        roots = self._tasks_left(job_id)
+        for process in processes.with_descendants(roots, processes.everything()):
+            processes.send(process, signal.SIGKILL)
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

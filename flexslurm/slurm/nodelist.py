@@ -1,0 +1,149 @@
+"""Slurm's node lists (`gpu[001-003,7],login1`): expanding and compressing; asks no Slurm command.
+
+`scontrol show hostnames` is not used: containers lack it, it waits a minute without slurm.conf, and
+it accepts broken lists with exit status 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import product
+
+from flexslurm.errors import SlurmError
+
+MAX_NODES = 65536
+_NOBODY = frozenset({"", "(null)", "n/a", "none", "none assigned", "unknown"})
+_RANGE = re.compile(r"^(\d+)(?:-(\d+))?$", re.ASCII)
+_LITERAL = re.compile(r"[^\[\]]*")
+_TRAILING_NUMBER = re.compile(r"^(.*?)(\d+)$", re.ASCII | re.DOTALL)
+_MAX_DIGITS = 18
+
+
+def expand(text: str) -> list[str]:
+    """The node names, each once, in the order given; empty for `(null)`, `None assigned` and such.
+
+    Several brackets are allowed, the last varies fastest. Raises SlurmError for a broken list, for
+    text after the last bracket (Slurm refuses it), and for more than 65536 names.
+    """
+    if text.strip().lower() in _NOBODY:
+        return []
+    names: dict[str, None] = {}
+    for item in _items(text):
+        parts = _parts(item, text)
+        size = 1
+        for part in parts:
+            size *= len(part)
+        if len(names) + size > MAX_NODES:
+            raise SlurmError(f"node list '{_short(text)}' has more than {MAX_NODES} nodes")
+        names.update(dict.fromkeys("".join(choice) for choice in product(*parts)))
+    return list(names)
+
+
+def _items(text: str) -> list[str]:
+    """Split at commas and blanks outside of brackets."""
+    items, item, depth = [], "", 0
+    for char in text:
+        if depth == 0 and (char == "," or char.isspace()):
+            items.append(item)
+            item = ""
+            continue
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise SlurmError(f"node list '{_short(text)}' has unbalanced brackets")
+        item += char
+    if depth:
+        raise SlurmError(f"node list '{_short(text)}' has unbalanced brackets")
+    return [item for item in [*items, item] if item]
+
+
+def _parts(item: str, text: str) -> list[list[str]]:
+    """The choices for each run of text and each bracket of one item."""
+    parts: list[list[str]] = []
+    rest = item
+    while rest:
+        literal = _LITERAL.match(rest)
+        assert literal is not None
+        if literal[0]:
+            if parts and literal.end() == len(rest):
+                raise SlurmError(
+                    f"node list '{_short(text)}' has text after a closing bracket: '{literal[0]}'",
+                    hint="a fast network's suffix belongs under network.suffix in the site file",
+                )
+            parts.append([literal[0]])
+            rest = rest[literal.end() :]
+        else:
+            inside, _, rest = rest[1:].partition("]")
+            parts.append(_numbers(inside, text))
+    return parts
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in inside.split(","):
+        match = _RANGE.match(piece.strip())
+        if match is None:
+            what = f"the range '{piece}'" if piece.strip() else "an empty range"
+            raise SlurmError(f"node list '{_short(text)}' has {what}")
+        first, last = match[1], match[2] or match[1]
+        if len(last) > _MAX_DIGITS or int(last) < int(first):
+            raise SlurmError(f"node list '{_short(text)}' has the range '{piece}'")
+        if int(last) - int(first) >= MAX_NODES:
+            raise SlurmError(f"node list '{_short(text)}' has more than {MAX_NODES} nodes")
+        width = len(first)
+        numbers += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def compress(names: Iterable[str]) -> str:
+    """A node list that expands to `names`, in their order, runs of numbers in brackets.
+
+    Names are taken as they are; one with a comma, a blank or a bracket raises SlurmError.
+    """
+    out: list[str] = []
+    run: list[str] = []
+    stem: tuple[str, int] | None = None
+
+    def flush() -> None:
+        if stem is None or len(run) == 1:
+            out.extend(run and [(stem[0] if stem else "") + run[0]])
+        elif run:
+            out.append(f"{stem[0]}[{_ranges(run)}]")
+        run.clear()
+
+    for name in names:
+        if not name or re.search(r"[\[\],\s]", name) or name.lower() in _NOBODY:
+            raise SlurmError(f"'{name}' is not a node name")
+        match = _TRAILING_NUMBER.match(name)
+        if match is None or len(match[2]) > _MAX_DIGITS:
+            flush()
+            stem = None
+            out.append(name)
+            continue
+        here = (match[1], _padding(match[2]))
+        if stem != here:
+            flush()
+        stem = here
+        run.append(match[2])
+    flush()
+    return ",".join(out)
+
+
+def _padding(digits: str) -> int:
+    """The width of a zero-padded number; 0 for one without padding."""
+    return len(digits) if digits.startswith("0") and len(digits) > 1 else 0
+
+
+def _ranges(numbers: list[str]) -> str:
+    parts: list[list[str]] = []
+    for digits in numbers:
+        last = parts[-1][-1] if parts else None
+        if last is not None and int(digits) == int(last) + 1 and len(digits) >= len(last):
+            parts[-1] = [parts[-1][0], digits]
+        else:
+            parts.append([digits])
+    return ",".join("-".join(part) for part in parts)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "…"

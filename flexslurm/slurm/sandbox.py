@@ -1,0 +1,337 @@
+"""A private, real Slurm in one directory on one machine; never touches a system's own Slurm.
+
+munged, slurmctld and one slurmd per node, all as the calling user, with their own key, sockets and
+ports. What belongs to a sandbox is found again through its directory alone, so that `down` can
+clean up after a crash of `up`, of any daemon, or of a job's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexslurm.errors import EnvironmentFault, SlurmError, SlurmUnavailable
+from flexslurm.slurm import processes, sandbox_host
+from flexslurm.slurm.command import clean_env, failure, run
+from flexslurm.slurm.processes import Process
+from flexslurm.slurm.sandbox_config import SandboxConfig, default_config
+from flexslurm.slurm.sandbox_files import Layout
+from flexslurm.slurm.sandbox_site import site_yaml
+
+_MARK = "FLEXSLURM_SANDBOX"
+_START_TRIES = 4
+# The state file goes last: while it is there, `down` knows what there was.
+_FILES = (
+    "slurm.conf", "gres.conf", "plugstack.conf", "munge.key", "munge.seed", "site.yaml",
+    "sandbox.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxStatus:
+    """What a sandbox is doing now."""
+
+    directory: Path
+    up: bool
+    daemons: tuple[Process, ...]
+    report: str
+    """Nodes, partitions and jobs, as Slurm prints them; empty when it is down."""
+
+
+class _PortTaken(Exception):
+    """A daemon found its port taken between our look and its bind."""
+
+
+class Sandbox:
+    """One sandbox, named by its directory; `up` and `down` may be called from any process."""
+
+    def __init__(self, directory: Path | str, config: SandboxConfig | None = None) -> None:
+        self.config = config
+        home = Path(directory).expanduser().absolute()
+        self.home = Path(os.path.realpath(home))
+
+    # ------------------------------------------------------------------------------ for users
+
+    @property
+    def conf(self) -> Path:
+        return self.home / "slurm.conf"
+
+    @property
+    def site_file(self) -> Path:
+        """The site file that `up` writes: this cluster with virtual GPUs."""
+        return self.home / "site.yaml"
+
+    def site_yaml(self) -> str:
+        """The text of that file; the configuration of a sandbox that is up wins over ours."""
+        state = self._state()
+        if state is not None:
+            return site_yaml(SandboxConfig.model_validate(state["config"]), self.conf)
+        return site_yaml(self.config or default_config(), self.conf)
+
+    def env(self) -> dict[str, str]:
+        """What a process needs in its environment to talk to this Slurm."""
+        return {"SLURM_CONF": str(self.conf)}
+
+    def up(self, timeout_s: float = 40.0) -> None:
+        """Bring it up and prove it: all nodes idle, a job step ran on each.
+
+        Does nothing when it is up already. On failure nothing is left behind. Raises
+        EnvironmentFault.
+        """
+        sandbox_host.check_programs()
+        sandbox_host.check_path(self.home)
+        made = not self.home.exists()
+        with self._locked(timeout_s):
+            if self._state() is not None:
+                if self._answers():
+                    return
+                self._clear()
+            elif not made and any(p.name != "sandbox.lock" for p in self.home.iterdir()):
+                raise EnvironmentFault(
+                    f"{self.home} holds files that are not a sandbox's",
+                    hint="give an empty or a new directory",
+                )
+            try:
+                self._start(time.monotonic() + timeout_s)
+            except BaseException:
+                self._clear()
+                self._remove_home()
+                raise
+
+    def down(self, *, keep_logs: bool = False, timeout_s: float = 30.0) -> None:
+        """End every process and remove every file of this sandbox; right after any crash too."""
+        if not self.home.is_dir():
+            self._end_processes(None)
+            return
+        with self._locked(timeout_s):
+            self._clear(keep_logs=keep_logs)
+            if not keep_logs:
+                self._remove_home()
+
+    def status(self) -> SandboxStatus:
+        layout = self._layout_now()
+        daemons = tuple(self._daemons())
+        if layout is None or not self._answers():
+            return SandboxStatus(self.home, False, daemons, "")
+        parts = [
+            self._slurm(["sinfo", "-N", "-o", "%10N %12P %10t %5c %25G"]),
+            self._slurm(["sinfo", "-o", "%12P %6a %12l %10p %N"]),
+            self._slurm(["squeue", "-a", "-o", "%8i %12P %20j %12T %10M %25R"]),
+        ]
+        return SandboxStatus(self.home, True, daemons, "\n".join(parts))
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a command against this Slurm with our own terminal; its exit status."""
+        if self._layout_now() is None:
+            raise EnvironmentFault(
+                f"no sandbox is up in {self.home}", hint="flexslurm sandbox up --dir DIR"
+            )
+        env = clean_env(str(self.conf), os.environ)
+        try:
+            code = subprocess.run(list(command), env=env, check=False).returncode
+        except FileNotFoundError:
+            raise EnvironmentFault(f"no such command: {command[0]}") from None
+        except OSError as error:
+            raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
+        return code if code >= 0 else 128 - code
+
+    # --------------------------------------------------------------------------------- state
+
+    def _state(self) -> dict[str, object] | None:
+        try:
+            data = json.loads((self.home / "sandbox.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+    def _layout_now(self) -> Layout | None:
+        state = self._state()
+        return None if state is None else Layout(self.home, Path(str(state.get("run"))))
+
+    @contextlib.contextmanager
+    def _locked(self, timeout_s: float) -> Iterator[None]:
+        """Hold the directory's lock: one `up` or `down` at a time."""
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+            handle = (self.home / "sandbox.lock").open("a")
+        except OSError as error:
+            raise EnvironmentFault(f"cannot use {self.home}: {error.strerror}") from error
+        deadline = time.monotonic() + timeout_s
+        with handle:
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise EnvironmentFault(
+                            f"another flexslurm holds {self.home} for more than {timeout_s:g} s"
+                        ) from None
+                    time.sleep(0.1)
+            yield
+
+    # ------------------------------------------------------------------------------ starting
+
+    def _start(self, deadline: float) -> None:
+        config = self.config or default_config()
+        layout = sandbox_host.choose_layout(self.home, config)
+        mark = secrets.token_hex(8)
+        for left in reversed(range(_START_TRIES)):
+            ports = sandbox_host.free_ports(["slurmctld", *config.all_nodes()])
+            sandbox_host.write_files(config, layout, ports, mark)
+            try:
+                self._start_daemons(config, layout, mark)
+                self._wait_ready(config, layout, deadline)
+                return
+            except _PortTaken:
+                self._end_processes(layout)
+                if left == 0:
+                    raise EnvironmentFault("found no free ports for the daemons") from None
+
+    def _start_daemons(self, config: SandboxConfig, layout: Layout, mark: str) -> None:
+        env = clean_env(str(layout.conf), os.environ) | {_MARK: mark}
+        self._daemon(layout, env, [
+            _program("munged"), "--force", f"--socket={layout.munge_socket}",
+            f"--key-file={layout.munge_key}", f"--seed-file={layout.munge_seed}",
+            f"--pid-file={layout.run}/munged.pid", f"--log-file={layout.log}/munged.log",
+            "--num-threads=2",
+        ])  # fmt: skip
+        self._daemon(layout, env, [_program("slurmctld"), "-c", "-f", str(layout.conf)])
+        for node in config.all_nodes():
+            self._daemon(layout, env, [_program("slurmd"), "-N", node, "-f", str(layout.conf)])
+
+    def _daemon(self, layout: Layout, env: dict[str, str], argv: list[str]) -> None:
+        name = Path(argv[0]).name
+        output = layout.log / "start.log"
+        with output.open("ab") as log:
+            try:
+                code = subprocess.run(
+                    argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    timeout=20, check=False, start_new_session=True, cwd=layout.home,
+                ).returncode  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise EnvironmentFault(f"{name} did not start: {error}") from error
+        if code:
+            raise EnvironmentFault(f"{name} did not start", hint=sandbox_host.last_words(layout))
+
+    def _wait_ready(self, config: SandboxConfig, layout: Layout, deadline: float) -> None:
+        wanted = set(config.all_nodes())
+        last = ""
+        while time.monotonic() < deadline:
+            if any(
+                "address already in use" in text.lower() for text in sandbox_host.log_texts(layout)
+            ):
+                raise _PortTaken
+            if len(self._daemons()) < len(wanted) + 2:
+                time.sleep(0.3)  # one that died may still be writing why
+                if any(
+                    "address already in use" in text.lower()
+                    for text in sandbox_host.log_texts(layout)
+                ):
+                    raise _PortTaken
+                if len(self._daemons()) < len(wanted) + 2:
+                    raise EnvironmentFault(
+                        "a daemon ended at once", hint=sandbox_host.last_words(layout)
+                    )
+            try:
+                out = self._slurm(["sinfo", "-h", "-N", "-o", "%N|%T"], timeout_s=10)
+                idle = {line.split("|")[0] for line in out.split() if line.endswith("|idle")}
+                if wanted <= idle:
+                    self._prove(config, deadline)
+                    return
+                last = out
+            except SlurmUnavailable as error:
+                last = error.message
+            time.sleep(0.15)
+        raise EnvironmentFault(
+            f"the nodes were not idle in time: {' '.join(last.split())}",
+            hint=sandbox_host.last_words(layout),
+        )
+
+    def _prove(self, config: SandboxConfig, deadline: float) -> None:
+        """Run a step on every node, so that credentials, ports and spools are known to work."""
+        seen: set[str] = set()
+        for name, partition in config.partitions.items():
+            nodes = {node for group in partition.nodes for node in config.node_names(group)}
+            if nodes <= seen:
+                continue
+            seen |= nodes
+            size = str(len(nodes))
+            argv = ["srun", f"--partition={name}", "-J", "prove", "-N", size, "-n", size, "true"]
+            self._slurm(argv, timeout_s=max(1.0, deadline - time.monotonic()))
+
+    # -------------------------------------------------------------------------------- ending
+
+    def _clear(self, *, keep_logs: bool = False) -> None:
+        """End all processes and remove all files but the lock, the logs if wanted, and home."""
+        layout = self._layout_now()
+        self._end_processes(layout)
+        if layout is not None and layout.run.parent != self.home:
+            shutil.rmtree(layout.run, ignore_errors=True)
+        shutil.rmtree(sandbox_host.short_run(self.home), ignore_errors=True)
+        for name in ("run", "dev", "state", *(() if keep_logs else ("log",))):
+            shutil.rmtree(self.home / name, ignore_errors=True)
+        for name in _FILES:
+            (self.home / name).unlink(missing_ok=True)
+
+    def _remove_home(self) -> None:
+        (self.home / "sandbox.lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: other files are not ours
+            self.home.rmdir()
+
+    def _end_processes(self, layout: Layout | None) -> None:
+        left = processes.end_all(self._members, term_s=1.5, kill_s=8.0)
+        if left:
+            names = ", ".join(f"{p.name} ({p.pid})" for p in left)
+            raise EnvironmentFault(f"these processes of the sandbox do not end: {names}")
+
+    def _daemons(self) -> list[Process]:
+        """munged, slurmctld and the slurmd: processes that carry the sandbox's mark."""
+        names = {"munged", "slurmctld", "slurmd"}
+        return [p for p in self._members() if p.name in names]
+
+    def _members(self) -> list[Process]:
+        """All processes of this sandbox: its daemons, job steps, and what descends from them.
+
+        A job's process is known by SLURM_CONF naming our file and SLURMD_NODENAME, which only
+        slurmd sets: a user's shell with SLURM_CONF exported is not one.
+        """
+        conf = str(self.conf)
+        all_now = processes.everything()
+        spared = processes.ancestors(os.getpid())
+        roots = []
+        for process in all_now:
+            env = processes.environ(process.pid)
+            ours = env.get("SLURM_CONF") == conf
+            if ours and (_MARK in env or "SLURMD_NODENAME" in env):
+                roots.append(process)
+        found = processes.with_descendants(roots, all_now)
+        return [p for p in found if p.pid not in spared]
+
+    # ------------------------------------------------------------------------------- asking
+
+    def _slurm(self, argv: list[str], timeout_s: float = 15.0) -> str:
+        done = run(argv, env=clean_env(str(self.conf)), timeout_s=timeout_s)
+        if done.code:
+            raise failure(done)
+        return done.out
+
+    def _answers(self) -> bool:
+        try:
+            self._slurm(["scontrol", "ping"], timeout_s=5.0)
+        except (SlurmError, EnvironmentFault):
+            return False
+        return len(self._daemons()) >= 3
+
+
+def _program(name: str) -> str:
+    return sandbox_host.find_program(name) or name

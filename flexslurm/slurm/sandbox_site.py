@@ -1,0 +1,77 @@
+"""The site file that matches a sandbox: its partitions, with virtual GPUs; pure text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexslurm.slurm.sandbox_config import SandboxConfig, SandboxGpu, SandboxPartition
+
+_HEADER = "# The cluster that `flexslurm sandbox up` brings up, with virtual GPUs.\n"
+
+
+def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
+    """A site file; without `conf` it reaches the Slurm that SLURM_CONF in the environment names."""
+    slurm: dict[str, Any] = {"poll_interval": "1s", "kill_wait": _seconds(config.kill_wait)}
+    if conf is not None:
+        slurm = {"conf": str(conf), **slurm}
+    data: dict[str, Any] = {
+        "name": "sandbox",
+        "slurm": slurm,
+        "gpu_types": {name: _gpu(gpu) for name, gpu in config.gpu_types.items()},
+        "partitions": {
+            name: _partition(config, partition) for name, partition in config.partitions.items()
+        },
+        "head": {"cpus": 2, "memory": "1GiB"},
+        "network": {"node_link": {"bandwidth": "1GB/s", "latency": "50us"}},
+    }
+    if config.head_partition is not None:
+        data["head"]["partition"] = config.head_partition
+    return _HEADER + yaml.safe_dump(data, sort_keys=False, width=100)
+
+
+def _gpu(gpu: SandboxGpu) -> dict[str, Any]:
+    return {
+        "memory": _bytes(gpu.memory),
+        "memory_bandwidth": f"{gpu.memory_bandwidth / 1e9:g}GB/s",
+        "flops": f"{gpu.flops / 1e9:g}GFLOPS",
+        "gpu_link": {"bandwidth": f"{gpu.link_bandwidth / 1e9:g}GB/s", "latency": "10us"},
+        "virtual": {"pacing": "as-it-comes", "speed": gpu.speed},
+    }
+
+
+def _partition(config: SandboxConfig, partition: SandboxPartition) -> dict[str, Any]:
+    groups = [config.nodes[group] for group in partition.nodes]
+    types = [group.gpu_type for group in groups if group.gpu_type is not None]
+    data: dict[str, Any] = {"gpu_types": list(dict.fromkeys(types))}
+    if types:
+        data["gpus_per_node"] = max(group.gpus for group in groups)
+    preemptible = _preempted(config, partition)
+    data["preemptible"] = preemptible
+    if preemptible:
+        data["requeue"] = partition.preempt_mode == "REQUEUE"
+        data["grace"] = _seconds(partition.grace)
+    if partition.max_time is not None:
+        data["max_walltime"] = _seconds(partition.max_time)
+    return data
+
+
+def _preempted(config: SandboxConfig, partition: SandboxPartition) -> bool:
+    """Whether a higher tier shares nodes with it, and it may be preempted at all."""
+    return partition.preempt_mode != "OFF" and any(
+        other.priority_tier > partition.priority_tier and set(other.nodes) & set(partition.nodes)
+        for other in config.partitions.values()
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:g}s"
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if value >= size and value % size == 0:
+            return f"{value // size}{unit}"
+    return str(value)

@@ -1,0 +1,236 @@
+"""Rendering batch scripts from a pilot's or the head's specification; pure text, runs nothing.
+
+Everything that comes from outside is quoted for the shell. Options stand in `#SBATCH` lines but for
+those that sbatch would misread there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexslurm.config.site import HeadSettings, Partition, Site
+from flexslurm.errors import ConfigError
+from flexslurm.slurm.times import format_duration
+
+EXIT_GIVE_BACK = 75
+"""A step that ends with this wants its job requeued: it leaves, and will come again."""
+
+MAX_GIVE_BACKS = 1000
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+# sbatch takes an #SBATCH line with one of these words anywhere for a component's separator.
+_HET_WORDS = re.compile(r"hetjob|packjob", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PilotSpec:
+    """One job that holds GPUs of one type, and the command each of its nodes runs."""
+
+    name: str
+    partition: str | None
+    """None: Slurm's default partition; not used by local jobs."""
+    gpu_type: str
+    """As in the site file; Slurm's own name for it comes from there."""
+    gpus: int
+    """On each node."""
+    nodes: int
+    walltime_s: float | None
+    """None: the partition's default_walltime in the site file, or what Slurm gives."""
+    command: tuple[str, ...]
+    log_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """The job that runs the head; its place and size come from the site file's `head`."""
+
+    name: str
+    command: tuple[str, ...]
+    log_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchScript:
+    """What goes to sbatch: the file's text, and options that only the command line can carry."""
+
+    text: str
+    arguments: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------ options
+
+
+def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
+    """Options of sbatch for a pilot. Raises ConfigError for what Slurm could not take."""
+    partition = site.partitions.get(spec.partition or "", Partition())
+    walltime = partition.default_walltime if spec.walltime_s is None else spec.walltime_s
+    if walltime is not None and partition.max_walltime is not None:
+        walltime = min(walltime, partition.max_walltime)
+    options = [
+        *_common(spec.name, spec.log_dir),
+        f"--nodes={spec.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={pilot_cpus(spec, site)}",
+        f"--gres=gpu:{slurm_type(spec.gpu_type, site)}:{spec.gpus}",
+        # A site may default to JobRequeue=0: say it either way.
+        "--requeue" if partition.requeue else "--no-requeue",
+        "--no-kill",
+        # Without B: the steps hear it. With B: sites that send this signal at preemption would
+        # send it to the batch shell alone, and the agents would hear nothing.
+        f"--signal=USR1@{warning_s(walltime)}",
+    ]
+    if spec.partition is not None:
+        options.append(f"--partition={spec.partition}")
+    if walltime is not None:
+        options.append(f"--time={format_duration(walltime)}")
+    for key in ("account", "qos", "constraint"):
+        value = getattr(partition, key)
+        if value is not None:
+            options.append(f"--{key}={value}")
+    return [*options, *partition.sbatch_args]
+
+
+def head_options(spec: HeadSpec, head: HeadSettings) -> list[str]:
+    """Options of sbatch for the head's job."""
+    options = [
+        *_common(spec.name, spec.log_dir),
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={head.cpus}",
+        f"--mem={max(1, head.memory // 2**20)}M",
+        "--requeue",
+        f"--signal=USR1@{warning_s(head.walltime)}",
+    ]
+    if head.partition is not None:
+        options.append(f"--partition={head.partition}")
+    if head.walltime is not None:
+        options.append(f"--time={format_duration(head.walltime)}")
+    return [*options, *head.sbatch_args]
+
+
+def _common(name: str, log_dir: Path) -> list[str]:
+    if not _NAME.match(name):
+        raise ConfigError(
+            f"'{name}' cannot be a job's name", hint="use letters, digits, '_', '.' and '-'"
+        )
+    return [
+        f"--job-name={name}",
+        f"--output={log_pattern(log_dir, name, '%j.batch')}",
+        "--open-mode=append",
+    ]
+
+
+def log_pattern(log_dir: Path, name: str, rest: str) -> str:
+    """A file name with Slurm's own patterns only in `rest`."""
+    return f"{log_dir}/{name}.".replace("%", "%%") + rest + ".log"
+
+
+def slurm_type(gpu_type: str, site: Site) -> str:
+    """Slurm's name of a GPU type. Raises ConfigError for a type the site does not define."""
+    entry = site.gpu_types.get(gpu_type)
+    if entry is None:
+        known = ", ".join(site.gpu_types)
+        raise ConfigError(f"the site has no GPU type '{gpu_type}'", hint=f"defined: {known}")
+    name = entry.slurm_type or gpu_type
+    if not _NAME.match(name):
+        raise ConfigError(f"'{name}' cannot be a GRES type", key=f"gpu_types.{gpu_type}.slurm_type")
+    return name
+
+
+def pilot_cpus(spec: PilotSpec, site: Site) -> int:
+    partition = site.partitions.get(spec.partition or "", Partition())
+    return spec.gpus * partition.cpus_per_gpu
+
+
+def warning_s(walltime_s: float | None) -> int:
+    """How long before the end of its time limit a job wants to be warned: a tenth of it."""
+    return round(min(120.0, max(30.0, (walltime_s or 1200.0) / 10)))
+
+
+# ------------------------------------------------------------------------------------ scripts
+
+
+def pilot_script(spec: PilotSpec, site: Site, command: Sequence[str]) -> BatchScript:
+    """A pilot's script; each node runs `command` as a task of one step."""
+    step = [
+        site.slurm.commands.get("srun", "srun"),
+        "--unbuffered",
+        "--overlap",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--mpi=none",
+        f"--nodes={spec.nodes}",
+        f"--ntasks={spec.nodes}",
+        "--ntasks-per-node=1",
+        # Steps do not inherit it from sbatch in 22.05 and 23.02.
+        f"--cpus-per-task={pilot_cpus(spec, site)}",
+        f"--output={log_pattern(spec.log_dir, spec.name, '%j.%n')}",
+        "--open-mode=append",
+    ]
+    scontrol = site.slurm.commands.get("scontrol", "scontrol")
+    partition = site.partitions.get(spec.partition or "", Partition())
+    body = [
+        shlex.join([*step, *command]),
+        "status=$?",
+        *(_give_back(scontrol) if partition.requeue else []),
+        'exit "$status"',
+    ]
+    return _script(pilot_options(spec, site), [*_environment(site, spec.env), *body])
+
+
+def head_script(spec: HeadSpec, site: Site, command: Sequence[str]) -> BatchScript:
+    """The head's script: one process, in the batch step itself."""
+    body = [f"exec {shlex.join(command)}"]
+    return _script(head_options(spec, site.head), [*_environment(site, spec.env), *body])
+
+
+def _give_back(scontrol: str) -> list[str]:
+    """Requeue where the step asks for it, or was ended by SIGTERM before it could handle it.
+
+    Slurm before 24.05 takes a job that ends during the grace time for finished and does not
+    requeue it.
+    """
+    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_GIVE_BACKS} ]'
+    return [
+        f'if {{ [ "$status" -eq {EXIT_GIVE_BACK} ] || [ "$status" -eq 143 ]; }} && {again}; then',
+        f'  {shlex.quote(scontrol)} requeue "$SLURM_JOB_ID" && sleep 60',
+        "fi",
+    ]
+
+
+def _environment(site: Site, env: Mapping[str, str]) -> list[str]:
+    lines = [
+        "# The batch shell outlives the warning: only its step may react to it.",
+        "trap : TERM USR1 USR2 CONT",
+        "# sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.",
+        "unset SLURM_TRES_PER_TASK",
+    ]
+    for name, value in {**site.env, **env, "SUBMITIT_EXECUTOR": "slurm"}.items():
+        if not _ENV_NAME.match(name):
+            raise ConfigError(f"'{name}' cannot be the name of an environment variable", key="env")
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return [*lines, *site.setup]
+
+
+def _script(options: Sequence[str], body: Sequence[str]) -> BatchScript:
+    for option in options:
+        if "\n" in option or "\0" in option or not option.startswith("-"):
+            raise ConfigError(
+                f"'{option}' is not an option of sbatch", hint="write --name or --name=value"
+            )
+    outside = tuple(option for option in options if _HET_WORDS.search(option))
+    inside = [f"#SBATCH {_quoted(option)}" for option in options if option not in outside]
+    return BatchScript("\n".join(["#!/bin/bash", *inside, "", *body, ""]), outside)
+
+
+def _quoted(option: str) -> str:
+    """`--name=value` with the value quoted where sbatch's own reader needs it."""
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else option
