@@ -1,0 +1,209 @@
+"""A replica without a model: its tokens depend on every token that its KV cache holds.
+
+The cache is played cell by cell, through the block tables of the steps. A sequence whose blocks were
+given to another, whose recompute left a gap or whose position slipped, gets another token than
+`undisturbed` says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from flexslurm.engine.driver import Driver
+from flexslurm.gear import Replica, Stage
+from flexslurm.messages import (
+    Chunk,
+    FinishReason,
+    Message,
+    SampledToken,
+    SamplingParams,
+    SequenceRequest,
+    Step,
+    StepDone,
+    StopRules,
+    TokenEvent,
+)
+
+VOCABULARY = 23
+
+
+def make_replica(
+    *,
+    pp: int = 1,
+    tp: int = 1,
+    kv_blocks: int = 64,
+    max_batch: int = 8,
+    max_batch_tokens: int = 32,
+    max_context: int = 64,
+) -> Replica:
+    stages = tuple(
+        Stage(gpu_type="v", tp=tp, lo=s, hi=s + 1, kv_blocks=kv_blocks, node=0) for s in range(pp)
+    )
+    return Replica(
+        stages=stages,
+        max_batch=max_batch,
+        max_batch_tokens=max_batch_tokens,
+        max_context=max_context,
+    )
+
+
+def make_request(
+    seq_id: str = "r/0",
+    prompt: Iterable[int] = (1, 2, 3),
+    max_tokens: int = 4,
+    *,
+    arrival: int = 0,
+    min_tokens: int = 0,
+    stop: tuple[int, ...] = (),
+    seed: int = 0,
+    penalty: float = 0.0,
+) -> SequenceRequest:
+    return SequenceRequest(
+        seq_id=seq_id,
+        prompt=tuple(prompt),
+        sampling=SamplingParams(seed=seed, presence_penalty=penalty),
+        stop=StopRules(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop),
+        arrival=arrival,
+    )
+
+
+def next_token(prefix: tuple[int, ...], seed: int, suppress: Sequence[int]) -> int:
+    token = hash((seed, *prefix)) % VOCABULARY
+    while token in suppress:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def undisturbed(request: SequenceRequest) -> tuple[list[int], FinishReason]:
+    """The answer as one uninterrupted run gives it."""
+    answer: list[int] = []
+    rules = request.stop
+    while True:
+        suppress = rules.stop_token_ids if len(answer) < rules.min_tokens else ()
+        token = next_token((*request.prompt, *answer), request.sampling.seed, suppress)
+        answer.append(token)
+        if token in rules.stop_token_ids and len(answer) > rules.min_tokens:
+            return answer, FinishReason.STOP
+        if len(answer) == rules.max_tokens:
+            return answer, FinishReason.LENGTH
+
+
+class FakeReplica:
+    """Does micro-batches, and refuses those that break the protocol."""
+
+    def __init__(self, replica: Replica, block_tokens: int) -> None:
+        self.replica = replica
+        self.block_tokens = block_tokens
+        self.cells: dict[tuple[int, int], int] = {}
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[SampledToken, ...]:
+        ids = [chunk.seq_id for chunk in chunks]
+        assert len(set(ids)) == len(ids) <= self.replica.max_batch
+        assert 0 < sum(len(chunk.tokens) for chunk in chunks) <= self.replica.max_batch_tokens
+        tables = [block for chunk in chunks for block in chunk.blocks]
+        assert len(set(tables)) == len(tables), "a block with two owners"
+        assert all(0 <= block < self.replica.kv_blocks for block in tables)
+        return tuple(token for chunk in chunks for token in self._chunk(chunk))
+
+    def _chunk(self, chunk: Chunk) -> list[SampledToken]:
+        assert chunk.tokens
+        for offset, token in enumerate(chunk.tokens):
+            self.cells[self._cell(chunk, chunk.start + offset)] = token
+        if chunk.sample is None:
+            return []
+        end = chunk.start + len(chunk.tokens)
+        prefix = tuple(self.cells[self._cell(chunk, position)] for position in range(end))
+        sample = chunk.sample
+        history = (*sample.prompt, *sample.output)
+        assert history == (prefix if sample.params.needs_history else ())
+        if history:
+            assert sample.position == len(sample.output)
+        token = next_token(prefix, sample.params.seed, sample.suppress)
+        return [SampledToken(seq_id=chunk.seq_id, token=token)]
+
+    def _cell(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.blocks[position // self.block_tokens], position % self.block_tokens
+
+
+class FakeWorkers:
+    """The workers of one replica behind a Driver; steps wait until they are answered."""
+
+    def __init__(
+        self,
+        epoch: int,
+        index: int,
+        replica: Replica,
+        block_tokens: int,
+        emit: Callable[[TokenEvent], None],
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.epoch, self.index = epoch, index
+        self.engine = FakeReplica(replica, block_tokens)
+        self.names = tuple(f"w{epoch}.{index}.{n}" for n in range(replica.gpus))
+        self.inboxes: dict[str, list[Message]] = {name: [] for name in self.names}
+        self.pending: deque[Step] = deque()
+        self.broken: list[str] = []
+        self.driver = Driver(
+            epoch,
+            index,
+            replica,
+            block_tokens,
+            self.names,
+            send=self._send,
+            emit=emit,
+            broken=self.broken.append,
+            now=now,
+        )
+
+    def _send(self, worker: str, message: Message) -> None:
+        assert isinstance(message, Step) and message.epoch == self.epoch
+        assert message.replica == self.index
+        self.inboxes[worker].append(message)
+        if worker == self.names[-1]:
+            self.pending.append(message)
+
+    def answer(self) -> bool:
+        """Do the oldest step that waits; whether there was one."""
+        if not self.pending:
+            return False
+        step = self.pending.popleft()
+        self.driver.on_step_done(self.done(step))
+        return True
+
+    def done(self, step: Step) -> StepDone:
+        return StepDone(
+            worker=self.names[-1],
+            epoch=self.epoch,
+            replica=self.index,
+            step=step.step,
+            tokens=self.engine.run(step.chunks),
+            compute_s=0.001,
+        )
+
+
+class Answers:
+    """Collects events and checks that they are in order and end once."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, FinishReason] = {}
+
+    def take(self, event: TokenEvent) -> None:
+        seen = self.tokens.setdefault(event.seq_id, [])
+        assert event.seq_id not in self.finish, f"{event} after the end"
+        assert event.position == len(seen), f"{event} after {len(seen)} tokens"
+        if event.token is not None:
+            seen.append(event.token)
+        if event.finish is not None:
+            self.finish[event.seq_id] = event.finish
+
+    def check(self, request: SequenceRequest) -> None:
+        """It ended as the undisturbed run does."""
+        got = self.tokens[request.seq_id], self.finish[request.seq_id]
+        assert got == undisturbed(request), request.seq_id
+
+    def check_begun(self, request: SequenceRequest) -> None:
+        """What there is of it is the beginning of the undisturbed run."""
+        got = self.tokens.get(request.seq_id, [])
+        assert got == undisturbed(request)[0][: len(got)], request.seq_id
