@@ -1,0 +1,124 @@
+"""The flexslurm command: finds the subcommand and runs it; never imports what it does not run.
+
+Each subcommand lives in a module that is imported when it is called, so that `--help` and quick
+commands answer at once on a busy login node.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from flexslurm import __version__
+from flexslurm.cli.reporting import UnknownCommand, report
+
+# name: (module:attribute, what `--help` says), in the order of use
+COMMANDS: dict[str, tuple[str, str]] = {
+    "launch": (
+        "flexslurm.cli.service_commands:launch",
+        "Start a service and wait until its endpoint answers.",
+    ),
+    "status": (
+        "flexslurm.cli.service_commands:status",
+        "Show a service: gear, pilots, requests, and why.",
+    ),
+    "logs": ("flexslurm.cli.service_commands:logs", "Show the logs of a service's processes."),
+    "stop": ("flexslurm.cli.service_commands:stop", "End a service and its jobs."),
+    "cordon": (
+        "flexslurm.cli.service_commands:cordon",
+        "Take no new work on some nodes of a service.",
+    ),
+    "plan": ("flexslurm.cli.plan_commands:plan", "Show the gears for a model and a pool of GPUs."),
+    "model": ("flexslurm.cli.model_commands:model", "Prepare a model's files, or check them."),
+    "config": (
+        "flexslurm.cli.config_commands:config",
+        "Show effective settings and where each comes from.",
+    ),
+    "sandbox": (
+        "flexslurm.cli.sandbox_commands:sandbox",
+        "A private Slurm on this machine, to try things on.",
+    ),
+    "demo": (
+        "flexslurm.cli.demo:demo",
+        "Serve a small model in a sandbox, lose a node, and see it go on.",
+    ),
+    "version": ("flexslurm.cli.version_command:version", "Show versions."),
+}
+
+
+class CommandGroup(click.Group):
+    """A group that answers an unknown word with the nearest command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0]
+        if word[:1] != "-" and word not in self.list_commands(ctx):
+            raise UnknownCommand(word, self.list_commands(ctx), ctx)
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(CommandGroup):
+    """A group over COMMANDS; a subcommand's module is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        return None if entry is None else load(entry[0])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, words) for name, (_, words) in COMMANDS.items()])
+
+
+def load(target: str) -> click.Command:
+    """Import the command that a `module:attribute` of the table names."""
+    module, attribute = target.split(":")
+    command = getattr(importlib.import_module(module), attribute)
+    assert isinstance(command, click.Command), f"{target} is not a command"
+    return command
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 2 usage, 3 configuration, 4 model, 5 capacity, 6 Slurm, 7 service, "
+    "8 environment, 9 deadline, 1 a bug.",
+)
+@click.version_option(__version__, message="flexslurm %(version)s")
+def cli() -> None:
+    """Serve a large language model on whatever GPUs a Slurm cluster can spare."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code and raises nothing."""
+    try:
+        with cli.make_context("flexslurm", list(arguments)) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException as error:  # noqa: BLE001 - the one place that turns errors into exit codes
+        return report(error)
+    return 0
+
+
+def main() -> None:
+    """The entry point of the `flexslurm` script."""
+    instruction = os.environ.get("_FLEXSLURM_COMPLETE")
+    if instruction:
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(cli, {}, "flexslurm", "_FLEXSLURM_COMPLETE", instruction))
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without our arrows and lines gets question marks, not a traceback.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(run(sys.argv[1:]))
