@@ -1,0 +1,42 @@
+"""Questions to a running head over the authenticated link."""
+
+from __future__ import annotations
+
+import secrets
+
+from flexslurm.errors import DeadlineExceeded, ServiceError, ServiceUnreachable
+from flexslurm.messages import AskDone, AskRefused, Message, StatusAnswer, StatusAsk, ToCli
+from flexslurm.wire.service_dir import ServiceDir
+from flexslurm.wire.transport import HeadLink
+
+
+def ask(directory: ServiceDir, question: Message, timeout_s: float) -> AskDone | StatusAnswer:
+    """Raises ServiceUnreachable when no head answers, ServiceError when it refuses."""
+    head = directory.head()
+    if head is None:
+        raise ServiceUnreachable(
+            f"no head has published its address in {directory.path}",
+            hint="its job may still be pending, or the service has been stopped",
+        )
+    link: HeadLink[ToCli] = HeadLink(
+        head.control, directory.keys(), f"c-{secrets.token_hex(6)}", ToCli
+    )
+    try:
+        answer = link.ask(question, timeout_s)
+    except DeadlineExceeded:
+        raise ServiceUnreachable(
+            f"the head at {head.control} (process {head.pid} on {head.node}) does not answer",
+            hint="it may have crashed: see its log with 'flexslurm logs', then launch again",
+        ) from None
+    finally:
+        link.close()
+    if isinstance(answer, AskRefused):
+        raise ServiceError(answer.message, hint=answer.hint)
+    return answer
+
+
+def ask_status(directory: ServiceDir, timeout_s: float = 5.0) -> StatusAnswer:
+    answer = ask(directory, StatusAsk(), timeout_s)
+    if not isinstance(answer, StatusAnswer):
+        raise ServiceError("the head gave another answer than its status")
+    return answer

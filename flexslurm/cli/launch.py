@@ -1,0 +1,315 @@
+"""Launching a service: check everything, show what will be done, submit, wait for the endpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flexslurm.config.service import Fragment, Service
+from flexslurm.config.site import Site
+from flexslurm.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    FlexslurmError,
+    ServiceError,
+    ServiceExists,
+    ServiceUnreachable,
+)
+from flexslurm.gear import Gear, NoGear, Signature
+from flexslurm.messages import StatusAnswer
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
+
+if TYPE_CHECKING:
+    from flexslurm.slurm.pilot import Submitter
+    from flexslurm.slurm.script import HeadSpec, PilotSpec
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """All that a launch will do, decided before anything is done."""
+
+    service: Service
+    site: Site
+    directory: ServiceDir
+    cluster: str
+    head_here: bool
+    gear: Gear
+    without: tuple[tuple[str, Gear | NoGear], ...]
+    """For each pilot: the gear that is left when Slurm takes it."""
+    pilots: tuple[tuple[Pilot, PilotSpec], ...]
+    head: HeadSpec
+
+
+def plan_launch(
+    service: Service, site: Site, directory: ServiceDir, cluster: str, head_here: bool
+) -> LaunchPlan:
+    """Check the model and the pool. Raises ModelError, CapacityError, ConfigError."""
+    from flexslurm.engine.families import check_model
+    from flexslurm.head.main import head_command
+    from flexslurm.head.planning import ServicePlanner, full_pool
+    from flexslurm.slurm.script import HeadSpec
+
+    check_model(service.model.path)
+    planner = ServicePlanner(service, site)
+    pool = full_pool(service)
+    gear = planner.choose(pool)
+    if isinstance(gear, NoGear):
+        raise CapacityError(
+            f"{service.model.path} does not fit the pool {pool}: {gear.reason}",
+            hint="add pilots to 'pool' in the service file, or choose a smaller model or dtype",
+        )
+    pilots = _pilots(service, site, directory, cluster)
+    without = tuple((pilot.fragment, planner.choose(_less(pool, pilot))) for pilot, _ in pilots)
+    head = HeadSpec(
+        name=f"{service.name}.head",
+        command=head_command(directory.path),
+        log_dir=directory.logs / "head",
+        env=_job_env(),
+    )
+    return LaunchPlan(
+        service, site, directory, cluster, head_here, gear, without, pilots, head
+    )  # fmt: skip
+
+
+def _less(pool: Signature, pilot: Pilot) -> Signature:
+    nodes = list(pool.nodes())
+    for shape in list(nodes):
+        if (shape.gpu_type, shape.gpus) == (pilot.gpu_type, pilot.gpus):
+            del nodes[nodes.index(shape)]
+            if len(pool.nodes()) - len(nodes) == pilot.nodes:
+                break
+    return Signature.of(nodes)
+
+
+def _job_env() -> dict[str, str]:
+    """What our processes on the nodes take from the launcher's environment."""
+    kept = ("PYTHONPATH", "FLEXSLURM_LOG", "FLEXSLURM_WORKER_THREADS", "HF_HUB_OFFLINE")
+    return {name: os.environ[name] for name in kept if name in os.environ}
+
+
+def _pilots(
+    service: Service, site: Site, directory: ServiceDir, cluster: str
+) -> tuple[tuple[Pilot, PilotSpec], ...]:
+    count: dict[str, int] = {}
+    made = []
+    for entry in service.pool:
+        for _ in range(entry.count):
+            count[entry.gpu_type] = count.get(entry.gpu_type, 0) + 1
+            fragment = f"{entry.gpu_type}-{count[entry.gpu_type]}"
+            made.append(_pilot(entry, fragment, service, site, directory, cluster))
+    return tuple(made)
+
+
+def _pilot(
+    entry: Fragment, fragment: str, service: Service, site: Site, directory: ServiceDir,
+    cluster: str,
+) -> tuple[Pilot, PilotSpec]:  # fmt: skip
+    from flexslurm.head.agent_process import agent_command
+    from flexslurm.slurm.script import PilotSpec
+
+    partition = site.partitions.get(entry.partition or "")
+    grace_s = partition.grace if partition is not None and cluster == "slurm" else 0.0
+    kill_wait_s = site.kill_wait_s(entry.partition or "")
+    spec = PilotSpec(
+        name=f"{service.name}.{fragment}",
+        partition=entry.partition,
+        gpu_type=entry.gpu_type,
+        gpus=entry.gpus,
+        nodes=entry.nodes,
+        walltime_s=entry.walltime,
+        command=agent_command(
+            directory.path, fragment, entry.gpu_type, entry.gpus, grace_s, kill_wait_s
+        ),
+        log_dir=directory.logs / fragment,
+        env=_job_env(),
+    )
+    pilot = Pilot(fragment, "", entry.partition, entry.gpu_type, entry.gpus, entry.nodes)
+    return pilot, spec
+
+
+def make_submitter(plan: LaunchPlan) -> Submitter:
+    from flexslurm.head.runtime import submitter_for
+
+    submitter = submitter_for(plan.cluster, plan.site, plan.directory)
+    assert submitter is not None, plan.cluster
+    return submitter
+
+
+def head_submitter(plan: LaunchPlan) -> Submitter:
+    """Where the head goes: with the pilots, or a process of this machine."""
+    from flexslurm.slurm.local import LocalSubmitter
+
+    if plan.head_here or plan.cluster == "local":
+        return LocalSubmitter(plan.directory.path, env=plan.site.env)
+    return make_submitter(plan)
+
+
+def preview(plan: LaunchPlan) -> str:
+    """Everything a launch would write and submit; does none of it."""
+    parts = [f"# service directory: {plan.directory.path}"]
+    submitter = make_submitter(plan)
+    parts += [submitter.preview(spec) for _, spec in plan.pilots]
+    parts.append(head_submitter(plan).preview(plan.head))
+    return "\n".join(parts)
+
+
+def refuse_if_running(directory: ServiceDir) -> None:
+    """Raises ServiceExists where a head of this directory answers."""
+    from flexslurm.cli.ask import ask_status
+
+    if directory.head() is None:
+        return
+    try:
+        answer = ask_status(directory, timeout_s=2.0)
+    except ServiceUnreachable:
+        return
+    raise ServiceExists(
+        f"the service '{answer.service}' runs already, at {answer.endpoint}",
+        hint="'flexslurm stop' ends it; 'flexslurm status' shows it",
+    )
+
+
+def execute(plan: LaunchPlan, say: Say) -> None:
+    """Submit pilots and head. What was submitted is cancelled when a later step fails."""
+    import yaml
+
+    from flexslurm.wire.files import write_atomically
+
+    directory = plan.directory
+    directory.create()
+    _refuse_live_jobs(plan)
+    for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
+        text = yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False)
+        write_atomically(path, text.encode(), mode=0o600)
+    submitter, done = make_submitter(plan), list[Pilot]()
+    try:
+        for pilot, spec in plan.pilots:
+            job = submitter.submit(spec)
+            done.append(msgspec.structs.replace(pilot, job_id=job))
+            directory.write_pilots(Pilots(plan.cluster, tuple(done)))
+            where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
+            say(f"submitted {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {job}")
+        head = head_submitter(plan).submit(plan.head)
+        directory.write_pilots(Pilots(plan.cluster, tuple(done), head))
+        say(f"submitted the head: job {head}")
+    except BaseException:
+        if done:
+            submitter.cancel([pilot.job_id for pilot in done])
+            say(f"cancelled the {len(done)} pilots that were submitted")
+        directory.write_pilots(Pilots(plan.cluster))
+        raise
+
+
+def _refuse_live_jobs(plan: LaunchPlan) -> None:
+    """Pilots of an earlier launch that still run would mix with the new ones."""
+    before = plan.directory.pilots()
+    if before is None or not before.pilots or before.cluster != plan.cluster:
+        return
+    states = make_submitter(plan).states([pilot.job_id for pilot in before.pilots])
+    alive = [job for job, info in states.items() if not info.state.over and info.known]
+    if alive:
+        raise ServiceExists(
+            f"jobs of an earlier launch are still there: {', '.join(alive)}",
+            hint=f"flexslurm stop {plan.service.name} ends them",
+        )
+
+
+def wait_until_serving(
+    plan: LaunchPlan, say: Say, timeout_s: float, sleep: Callable[[float], None] = time.sleep
+) -> StatusAnswer:
+    """Follow the launch until the endpoint answers; each change is said once.
+
+    Raises DeadlineExceeded (the service goes on), ServiceError when it cannot come up.
+    """
+    from flexslurm.cli.ask import ask_status
+
+    told: dict[str, str] = {}
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            answer = ask_status(plan.directory, timeout_s=2.0)
+        except ServiceUnreachable:
+            _watch_jobs(plan, told, say)
+        else:
+            _tell_changes(answer, told, say)
+            if answer.state == "serving":
+                return answer
+            if answer.state == "failed":
+                raise ServiceError(f"the service cannot come up: {answer.reason}")
+        sleep(_POLL_S)
+    raise DeadlineExceeded(
+        f"the service does not serve after {timeout_s:g} s; it goes on trying",
+        hint=f"follow it with: flexslurm status {plan.service.name}",
+    )
+
+
+def _tell_changes(answer: StatusAnswer, told: dict[str, str], say: Say) -> None:
+    for fragment in answer.fragments:
+        detail = f" ({fragment.detail})" if fragment.detail else ""
+        _tell(told, fragment.name, f"{fragment.state}{detail}", say)
+    _tell(told, "service", f"{answer.state}: {answer.reason}", say)
+
+
+def _tell(told: dict[str, str], who: str, what: str, say: Say) -> None:
+    if told.get(who) != what:
+        told[who] = what
+        say(f"{who}: {what}")
+
+
+def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
+    """Before the head answers: what its job does. Raises ServiceError when it has ended."""
+    pilots = plan.directory.pilots()
+    if pilots is None or pilots.head_job is None:
+        return
+    try:
+        info = head_submitter(plan).states([pilots.head_job])[pilots.head_job]
+    except FlexslurmError as error:
+        if not error.transient:
+            raise
+        return
+    reason = f" ({info.reason})" if info.reason else ""
+    _tell(told, "head", f"{str(info.state).lower()}{reason}", say)
+    if info.state.over:
+        raise ServiceError(
+            f"the head has ended before it served:\n{log_tail(plan.directory.logs / 'head')}",
+            hint=f"the whole log: flexslurm logs {plan.service.name} head",
+        )
+
+
+def log_tail(folder: Path, lines: int = 8) -> str:
+    """The last lines of the newest log in a folder."""
+    files = sorted((f for f in folder.glob("*") if f.is_file()), key=lambda f: f.stat().st_mtime)
+    text = files[-1].read_text(errors="replace") if files else ""
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (no output)"
+
+
+def cancel_all(plan: LaunchPlan) -> None:
+    """End the jobs of a launch that failed."""
+    pilots = plan.directory.pilots()
+    if pilots is None:
+        return
+    make_submitter(plan).cancel([pilot.job_id for pilot in pilots.pilots])
+    if pilots.head_job is not None:
+        head_submitter(plan).cancel([pilots.head_job])
+    plan.directory.write_pilots(Pilots(plan.cluster))
+
+
+def service_directory(
+    name_or_path: str, environ: Mapping[str, str] = os.environ, shared: str | None = None
+) -> ServiceDir:
+    """The directory of a service: a path, or a name below the default place."""
+    if os.sep in name_or_path or name_or_path.startswith("."):
+        return ServiceDir(Path(name_or_path).expanduser())
+    root = environ.get("FLEXSLURM_SERVICES") or shared
+    base = Path(root).expanduser() if root else Path.home() / ".flexslurm" / "services"
+    return ServiceDir(base / name_or_path)

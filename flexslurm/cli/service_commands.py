@@ -1,0 +1,243 @@
+"""`flexslurm launch`, `status`, `logs`, `stop`, `cordon`: a service from its start to its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flexslurm.errors import FlexslurmError, ServiceError
+
+_NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
+_DIR = click.option(
+    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
+)
+
+
+def _directory(service: str | None, service_dir: str | None) -> Any:
+    """The directory that is meant; without a name, the only one there is."""
+    from flexslurm.cli.launch import service_directory
+    from flexslurm.wire.service_dir import ServiceDir
+
+    if service_dir is not None:
+        directory = ServiceDir(Path(service_dir))
+    elif service is not None:
+        directory = service_directory(service)
+    else:
+        directory = _only_service()
+    directory.require()
+    return directory
+
+
+def _only_service() -> Any:
+    from flexslurm.cli.launch import service_directory
+
+    root = service_directory("x").path.parent
+    found = sorted(path.parent.name for path in root.glob("*/service.yaml"))
+    if len(found) == 1:
+        return service_directory(found[0])
+    what = f"services here: {', '.join(found)}" if found else f"there is none below {root}"
+    raise ServiceError("which service?", hint=f"give its name or --service-dir; {what}")
+
+
+def _say(line: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {line}")
+
+
+@click.command()
+@click.argument("service_file", metavar="SERVICE.yaml", type=click.Path(path_type=Path))
+@click.option(
+    "--site",
+    "site_file",
+    metavar="SITE.yaml",
+    type=click.Path(path_type=Path),
+    envvar="FLEXSLURM_SITE",
+    required=True,
+    help="What the cluster is made of.",
+)
+@click.option(
+    "--cluster",
+    type=click.Choice(["slurm", "local"]),
+    default="slurm",
+    help="Where pilots run: as Slurm jobs, or as processes of this machine.",
+)
+@click.option(
+    "--head",
+    "head_place",
+    type=click.Choice(["job", "here"]),
+    help="Where the head runs; default: the service file's head.place.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Set a key of the service file, such as gateway.port=8000.",
+)
+@click.option("--dry-run", is_flag=True, help="Print everything, submit nothing.")
+@click.option("--no-wait", is_flag=True, help="Return once everything is submitted.")
+@click.option(
+    "--timeout",
+    type=float,
+    default=1800.0,
+    show_default=True,
+    metavar="S",
+    help="How long to wait for the endpoint; the service goes on after it.",
+)
+@_DIR  # fmt: skip
+def launch(
+    service_file: Path, site_file: Path, cluster: str, head_place: str | None,
+    overrides: tuple[str, ...], dry_run: bool, no_wait: bool, timeout: float,
+    service_dir: str | None,
+) -> None:  # fmt: skip
+    """Launch the service described in SERVICE.yaml and wait until its endpoint answers."""
+    from flexslurm.cli import launch as launching
+    from flexslurm.cli.show import picture
+    from flexslurm.config.check import load_service_and_site
+    from flexslurm.wire.service_dir import ServiceDir
+
+    service, site = load_service_and_site(
+        service_file, site_file, overrides=overrides, cluster=cluster
+    )
+    shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
+    directory = (
+        ServiceDir(Path(service_dir))
+        if service_dir
+        else launching.service_directory(service.name, shared=shared)
+    )
+    here = (head_place or service.head.place) == "here"
+    plan = launching.plan_launch(service, site, directory, cluster, here)
+    click.echo(picture(plan.gear))
+    for fragment, left in plan.without:
+        click.echo(f"without {fragment}: {describe_left(left)}")
+    if dry_run:
+        click.echo(launching.preview(plan))
+        click.echo("# dry run: nothing was submitted")
+        return
+    launching.refuse_if_running(directory)
+    launching.execute(plan, _say)
+    where = f" --service-dir {directory.path}" if service_dir else f" {service.name}"
+    if no_wait:
+        click.echo(f"follow it with: flexslurm status{where}")
+        return
+    _wait(plan, timeout, where)
+
+
+def describe_left(left: Any) -> str:
+    from flexslurm.gear import Gear
+
+    if isinstance(left, Gear):
+        return left.layout()
+    return f"nothing fits, requests would wait ({left.reason})"
+
+
+def _wait(plan: Any, timeout: float, where: str) -> None:
+    from flexslurm.cli import launch as launching
+    from flexslurm.errors import DeadlineExceeded
+
+    try:
+        answer = launching.wait_until_serving(plan, _say, timeout)
+    except DeadlineExceeded:
+        raise
+    except FlexslurmError:
+        launching.cancel_all(plan)
+        _say("cancelled what was submitted")
+        raise
+    except KeyboardInterrupt:
+        click.echo(f"\nthe service goes on; end it with: flexslurm stop{where}", err=True)
+        raise
+    model = plan.service.model.name or Path(plan.service.model.path).name
+    click.echo(
+        f"\n{plan.service.name} serves at {answer.endpoint}/v1\n"
+        f"  curl {answer.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n'
+        f"  flexslurm status{where}\n"
+        f"  flexslurm stop{where}"
+    )
+
+
+@click.command()
+@_NAME
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@_DIR
+def status(service: str | None, as_json: bool, watch: bool, service_dir: str | None) -> None:
+    """Show what a service runs on, in which gear and why."""
+    from flexslurm.cli.ask import ask_status
+    from flexslurm.cli.show import render_status
+
+    directory = _directory(service, service_dir)
+    while True:
+        answer = ask_status(directory)
+        if as_json:
+            import msgspec
+
+            click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        else:
+            if watch:
+                click.clear()
+            click.echo(render_status(answer))
+        if not watch:
+            return
+        time.sleep(1.0)
+
+
+@click.command()
+@_NAME
+@click.argument("part", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on as lines come.")
+@click.option("--lines", "-n", type=int, default=50, show_default=True, help="Lines from the end.")
+@_DIR
+def logs(
+    service: str | None, part: str | None, follow: bool, lines: int, service_dir: str | None
+) -> None:
+    """Show the logs of a service: of PART (head, or a pilot's name), or list the parts."""
+    from flexslurm.cli.log_files import follow_files, log_files, tail_files
+
+    directory = _directory(service, service_dir)
+    files = log_files(directory.logs, part)
+    if part is None:
+        for name, size in files:
+            click.echo(f"{size:>10}  {name}")
+        return
+    paths = [directory.logs / name for name, _ in files]
+    for line in tail_files(paths, lines):
+        click.echo(line)
+    if follow:
+        follow_files(paths, click.echo)
+
+
+@click.command()
+@_NAME
+@click.option(
+    "--drain",
+    type=float,
+    default=0.0,
+    metavar="S",
+    help="Let running requests end for this long first.",
+)
+@click.option("--timeout", type=float, default=60.0, show_default=True, metavar="S")
+@_DIR  # fmt: skip
+def stop(service: str | None, drain: float, timeout: float, service_dir: str | None) -> None:
+    """End a service: its head, its pilots and their jobs."""
+    from flexslurm.cli.stopping import stop_service
+
+    stop_service(_directory(service, service_dir), drain, timeout, _say)
+
+
+@click.command()
+@_NAME
+@click.argument("fragment")
+@click.option("--undo", is_flag=True, help="Take it into use again.")
+@_DIR
+def cordon(service: str | None, fragment: str, undo: bool, service_dir: str | None) -> None:
+    """Move a service off a pilot without ending the pilot."""
+    from flexslurm.cli.ask import ask
+    from flexslurm.messages import AskDone, CordonAsk
+
+    directory = _directory(service, service_dir)
+    answer = ask(directory, CordonAsk(fragment=fragment, cordon=not undo), timeout_s=5.0)
+    if isinstance(answer, AskDone):
+        click.echo(answer.message)

@@ -1,0 +1,101 @@
+"""Gears and status as text: what is better looked at than read."""
+
+from __future__ import annotations
+
+from flexslurm.gear import Gear, Replica
+from flexslurm.messages import FragmentStatus, StatusAnswer
+
+
+def picture(gear: Gear) -> str:
+    """A gear as boxes: one line a replica, one box a stage, its layers and GPUs inside."""
+    lines = [
+        f"gear {gear.name}: {len(gear.replicas)} replica{'s' * (len(gear.replicas) != 1)}, "
+        f"{gear.gpus} of {gear.signature.gpus()} GPUs, "
+        f"{gear.estimates.kv_tokens:,} tokens of KV, context to {gear.max_context:,}"
+    ]
+    for number, replica in enumerate(gear.replicas):
+        lines += _replica(number, replica)
+    if gear.reason:
+        lines.append(f"  {gear.reason}")
+    return "\n".join(lines)
+
+
+def _replica(number: int, replica: Replica) -> list[str]:
+    boxes = [
+        (
+            f"{stage.gpu_type} x{stage.tp}" + (" (TP)" if stage.tp > 1 else ""),
+            f"layers {stage.lo}-{stage.hi - 1}",
+            f"node {stage.node}",
+        )
+        for stage in replica.stages
+    ]
+    widths = [max(len(line) for line in box) for box in boxes]
+    edge = {
+        "top": "   ".join(f"┌{'─' * (w + 2)}┐" for w in widths),
+        "bottom": "   ".join(f"└{'─' * (w + 2)}┘" for w in widths),
+    }
+    rows = []
+    for row in range(3):
+        join = " ─▶" if row == 1 else "   "
+        cells = [f"│ {box[row]:<{w}} │" for box, w in zip(boxes, widths, strict=True)]
+        rows.append(join.join(cells))
+    label = [f"  r{number} ", "     "]
+    return [
+        f"     {edge['top']}",
+        f"     {rows[0]}",
+        f"{label[0]} {rows[1]}"[:5] + rows[1],
+        f"     {rows[2]}",
+        f"     {edge['bottom']}",
+    ]
+
+
+def render_status(answer: StatusAnswer) -> str:
+    """The answer of a head as a few lines and a table."""
+    lines = [
+        f"{answer.service}: {answer.state}, epoch {answer.epoch}, up {_duration(answer.uptime_s)}",
+        f"  {answer.endpoint}/v1",
+        f"  why: {answer.reason}",
+        f"  requests: {answer.running} running, {answer.waiting} waiting, "
+        f"{answer.finished} finished; KV {answer.kv_used:.0%} used; "
+        f"{answer.tokens_total:,} tokens generated",
+        "",
+    ]
+    if answer.gear is not None:
+        lines += [picture(answer.gear), ""]
+    lines += _table(answer.fragments)
+    if answer.shifts:
+        lines += ["", "last shifts:"]
+        lines += [
+            f"  epoch {s['epoch']}, {_duration(float(s['started_s_ago']))} ago, "
+            f"{float(s['took_s']):.2f} s, {s['outcome']}: {s['why']}"
+            for s in answer.shifts[-5:]
+        ]
+    return "\n".join(lines)
+
+
+def _table(fragments: tuple[FragmentStatus, ...]) -> list[str]:
+    head = ("pilot", "job", "node", "GPUs", "state", "slots")
+    rows = [
+        (
+            f.name,
+            f.job_id or "-",
+            f.node or "-",
+            f"{len(f.gpus)} {f.gpu_type}",
+            f"{f.state} ({f.detail})" if f.detail else f.state,
+            " ".join(gpu.slot for gpu in f.gpus if gpu.slot) or "-",
+        )
+        for f in fragments
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
