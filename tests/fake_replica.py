@@ -1,7 +1,7 @@
 """A replica without a model: its tokens depend on every token that its KV cache holds.
 
-The cache is played cell by cell, through the block tables of the steps. A sequence whose blocks were
-given to another, whose recompute left a gap or whose position slipped, gets another token than
+The cache is played cell by cell, through the block tables of the steps. A sequence whose blocks
+were given to another, whose recompute left a gap or whose position slipped, gets another token than
 `undisturbed` says.
 """
 
@@ -207,3 +207,33 @@ class Answers:
         """What there is of it is the beginning of the undisturbed run."""
         got = self.tokens.get(request.seq_id, [])
         assert got == undisturbed(request)[0][: len(got)], request.seq_id
+
+
+class FakeGear:
+    """Some replicas of one epoch, attached to a ledger."""
+
+    def __init__(
+        self,
+        epoch: int,
+        replicas: Sequence[Replica],
+        block_tokens: int,
+        emit: Callable[[TokenEvent], None],
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.workers = [
+            FakeWorkers(epoch, index, replica, block_tokens, emit, now)
+            for index, replica in enumerate(replicas)
+        ]
+
+    @property
+    def drivers(self) -> list[Driver]:
+        return [workers.driver for workers in self.workers]
+
+    def answer(self) -> bool:
+        """Do one step of each replica; whether there was any."""
+        answered = [workers.answer() for workers in self.workers]
+        return any(answered)
+
+    def run(self) -> None:
+        while self.answer():
+            pass

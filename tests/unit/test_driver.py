@@ -249,6 +249,8 @@ def test_the_fake_replica_sees_a_wrong_block_table() -> None:
 
 
 def test_the_driver_imports_no_torch() -> None:
-    code = "import sys, flexslurm.engine.driver, flexslurm.head.ledger; print('torch' in sys.modules)"
+    code = (
+        "import sys, flexslurm.engine.driver, flexslurm.head.ledger; print('torch' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

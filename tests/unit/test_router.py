@@ -106,7 +106,7 @@ def test_a_ramped_replica_takes_no_more_when_the_others_are_full() -> None:
 
 def test_check_context_says_the_limit() -> None:
     check_context(60, 40, 100)
-    with pytest.raises(ContextTooLong, match="61 tokens of prompt and up to 40 .* the 100 tokens"):
+    with pytest.raises(ContextTooLong, match=r"61 tokens of prompt and up to 40 .* the 100 tokens"):
         check_context(61, 40, 100)
     with pytest.raises(ContextTooLong, match="that the model holds") as caught:
         check_context(100, 1, 100, whose="the model")

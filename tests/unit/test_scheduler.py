@@ -305,7 +305,9 @@ def test_abort_frees_at_once_or_with_the_answer() -> None:
     rig.scheduler.check_invariants()
     rig.answer()
     assert rig.scheduler.pool.used_count == 2
-    assert len(rig.answers.tokens["s1"]) == 1, "the token that came after the abort is not given out"
+    assert len(rig.answers.tokens["s1"]) == 1, (
+        "the token that came after the abort is not given out"
+    )
     assert rig.scheduler.abort("s2")
     assert rig.scheduler.empty and rig.scheduler.pool.used_count == 0
     assert rig.send() is None
