@@ -203,9 +203,11 @@ class StopWorkers(Message, frozen=True, tag="head.stop_workers"):
 
 
 class ReleaseAgent(Message, frozen=True, tag="head.release"):
-    """Stop the workers and end: the pilot is no longer wanted."""
+    """Stop the workers and end: the pilot is no longer wanted, or it must leave and is empty."""
 
     reason: str
+    give_back: bool = False
+    """The job shall be requeued, so that the pilot comes back when Slurm has room again."""
 
 
 # ------------------------------------------------------------------------------ worker → head

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HELLO_EVERY_S = 0.5
+EXIT_GIVE_BACK = 75
+"""Asks the pilot's script to have the job requeued; `slurm.script` has the other end of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Agent:
         self._notice: LeaveNotice | None = None
         self._notice_at = 0.0
         self._ended: asyncio.Future[str] | None = None
+        self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -151,7 +154,7 @@ class Agent:
                     break
                 head = found
         log.info("ends: %s", self._ended.result() if self._ended.done() else "no head")
-        return 0
+        return self._exit_code
 
     # ------------------------------------------------------------------ the head
 
@@ -251,7 +254,8 @@ class Agent:
             case StopWorkers(gpus=gpus, grace_s=grace_s):
                 for gpu in gpus:
                     self._stop_worker(gpu, grace_s)
-            case ReleaseAgent(reason=reason):
+            case ReleaseAgent(reason=reason, give_back=give_back):
+                self._exit_code = EXIT_GIVE_BACK if give_back else 0
                 self._finish(reason)
 
     def _on_welcome(self, welcome: Welcome) -> None:

@@ -46,6 +46,8 @@ class AgentRecord:
     state: AgentState = AgentState.READY
     leaves_at: float | None = None
     leave_source: str = ""
+    released: bool = False
+    """Told to end."""
     failures: int = 0
     failure: str = ""
     workers: dict[int, WorkerRecord] = field(default_factory=dict)

@@ -52,6 +52,7 @@ from flexslurm.messages import (
     LeaveNotice,
     Message,
     Refused,
+    ReleaseAgent,
     Retired,
     StopWorkers,
     Welcome,
@@ -365,7 +366,7 @@ class Control:
             self._plan.at = None
             actions += self._decide(now)
             actions += self._advance(now)
-        return actions
+        return actions + self._release_leaving()
 
     def _decide(self, now: float) -> list[Action]:
         members, current = self.members, self.current
@@ -452,19 +453,19 @@ class Control:
             Record({"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}),
             OpenEpoch(shift.epoch, shift.gear, peers),
             Say(f"epoch {shift.epoch} serves after {now - shift.started_at:.2f} s"),
-            *self._free_leaving(shift.target),
         ]
 
-    def _free_leaving(self, target: InstalledGear) -> list[Action]:
-        """GPUs that must be given up and are no longer used: their workers end now."""
-        used = set(target.placement.values())
+    def _release_leaving(self) -> list[Action]:
+        """Give GPUs that must go and are no longer used back at once: others wait for them."""
+        if self.current is None or self.shift is not None:
+            return []
+        used = {at.agent for at in self.current.placement.values()}
         actions: list[Action] = []
         for agent in self.members.agents.values():
-            idle = [g for g, w in agent.workers.items() if w.at not in used]
-            if agent.state is AgentState.LEAVING and idle:
-                for gpu in idle:
-                    agent.workers[gpu].state = WorkerState.STOPPING
-                actions.append(Send(agent.id, StopWorkers(gpus=tuple(sorted(idle)))))
+            if agent.state is AgentState.LEAVING and agent.id not in used and not agent.released:
+                agent.released = True
+                release = ReleaseAgent(reason=f"given back ({agent.leave_source})", give_back=True)
+                actions.append(Send(agent.id, release))
         return actions
 
     def _aborted(self, now: float, shift: Shift) -> list[Action]:

@@ -13,7 +13,7 @@ from flexslurm.messages import (
     AgentHello,
     LeaveNotice,
     Refused,
-    StopWorkers,
+    ReleaseAgent,
     Welcome,
     WorkerBeat,
     WorkerExit,
@@ -76,8 +76,9 @@ def test_a_notice_moves_off_while_the_old_gear_still_serves() -> None:
     world.run(1)
     assert world.serving() == "a100:2"
     assert "b on node-b must leave" in world.control.history[-1].why
-    stops = [a for a in world.log if isinstance(a, Send) and isinstance(a.message, StopWorkers)]
-    assert [(stop.to, stop.message.gpus) for stop in stops] == [("b", (0, 1))]  # type: ignore[union-attr]
+    released = [a for a in world.log if isinstance(a, Send) and isinstance(a.message, ReleaseAgent)]
+    assert [release.to for release in released] == ["b"]
+    assert all(release.message.give_back for release in released)  # type: ignore[union-attr]
 
 
 def test_a_notice_when_nothing_else_fits_is_sat_out() -> None:
