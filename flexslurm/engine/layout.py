@@ -13,6 +13,10 @@ from enum import StrEnum
 from flexslurm.engine.families import ModelInfo
 
 
+GRAIN = 64
+"""What is not cut by heads is cut at multiples of this, which the GPUs' matrix units want."""
+
+
 class Cut(StrEnum):
     """How a tensor is shared by the ranks of a tensor-parallel group."""
 
@@ -32,7 +36,7 @@ class TensorLayout:
     shape: tuple[int, ...]
     cut: Cut = Cut.WHOLE
     by_heads: bool = False
-    """Cut at the borders of KV heads; else as evenly as whole rows allow."""
+    """Cut at the borders of KV heads; else as evenly as whole grains allow."""
 
     def local_shape(self, heads: int, tp: int, tp_rank: int) -> tuple[int, ...]:
         """The shape of what one rank holds; `heads`: the model's KV heads."""
@@ -43,13 +47,21 @@ class TensorLayout:
         if self.by_heads and total % heads == 0:
             own = total * share(heads, tp, tp_rank) // heads
         else:
-            own = share(total, tp, tp_rank)
+            own = grained_share(total, tp, tp_rank)
         return (*self.shape[:dim], own, *self.shape[dim + 1 :])
 
 
 def share(total: int, ranks: int, rank: int) -> int:
     """How many of `total` things fall to `rank`: as even as can be, the first ranks one more."""
     return total // ranks + (1 if rank < total % ranks else 0)
+
+
+def grained_share(total: int, ranks: int, rank: int) -> int:
+    """How many of `total` rows fall to `rank` in whole grains, the last rank taking the rest."""
+    if total < GRAIN:
+        return share(total, ranks, rank)
+    own = share(total // GRAIN, ranks, rank) * GRAIN
+    return own + total % GRAIN if rank == ranks - 1 else own
 
 
 def _linear(

@@ -20,6 +20,7 @@ from flexslurm.engine.backend import BUILD_LOCK, deepspeed, torch_dtype
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo, check_model, tp_degrees
 from flexslurm.engine.kv_store import KvShape, KvStore
+from flexslurm.engine.layout import GRAIN
 from flexslurm.engine.shard import ShardSpec, read_spec, tie_head
 from flexslurm.engine.stage_model import StageModel, fresh_rotary, load_config, meta_stage
 from flexslurm.engine.weights import FileSource, Progress, WeightSource, fill
@@ -172,7 +173,7 @@ def _engine(
         model, _ = meta_stage(info.family, config, plan.lo, plan.hi, dtype)
         rows = _row_parallel(model)
         settings: dict[str, Any] = {
-            "tensor_parallel": {"tp_size": plan.tp},
+            "tensor_parallel": {"tp_size": plan.tp, "tp_grain_size": GRAIN},
             # The engine casts to what it knows; parameters get the plan's dtype from the arena.
             "dtype": torch.float32 if dtype is torch.float64 else dtype,
             "replace_with_kernel_inject": False,
