@@ -184,6 +184,10 @@ class _ByteLevelText:
 # ------------------------------------------------------------------------------------ metaspace
 
 
+Piece = str | int | None
+"""A token's text, the byte it stands for, or nothing at all."""
+
+
 class MetaspaceDecoding:
     """SentencePiece's vocabulary: `▁` is a space, `<0xAB>` a byte."""
 
@@ -191,27 +195,26 @@ class MetaspaceDecoding:
         self._names = names
         self._strip = strip
         self._byte_fallback = byte_fallback
-        self._pieces: dict[int, str | int] = {}
+        self._all: dict[int, Piece] = {}
+        self._plain: dict[int, Piece] = {}
 
     def start(self, skip_special: bool) -> Detokenizer:
-        return _MetaspaceText(self, self._strip, skip_special)
-
-    def piece(self, token: int) -> str | int:
-        """A token's text, or the byte it stands for."""
-        found = self._pieces.get(token)
-        if found is None:
-            name = self._names.text(token)
-            byte = _fallback_byte(name) if self._byte_fallback else None
-            found = name.replace(SPACE_MARK, " ") if byte is None else byte
-            self._pieces[token] = found
-        return found
-
-    def is_special(self, token: int) -> bool:
-        return self._names.is_special(self._names.text(token))
+        return _MetaspaceText(self._plain if skip_special else self._all, self, self._strip)
 
     def token_bytes(self, token: int) -> bytes:
-        piece = self.piece(token)
-        return bytes([piece]) if isinstance(piece, int) else piece.encode()
+        self.look_up(token)
+        piece = self._all[token]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
+    def look_up(self, token: int) -> None:
+        """Fill both tables for a token: with special tokens, without."""
+        if token in self._all:
+            return
+        name = self._names.text(token)
+        byte = _fallback_byte(name) if self._byte_fallback else None
+        piece: Piece = name.replace(SPACE_MARK, " ") if byte is None else byte
+        self._all[token] = piece if name else None
+        self._plain[token] = None if self._names.is_special(name) else self._all[token]
 
 
 def _fallback_byte(name: str) -> int | None:
@@ -224,12 +227,12 @@ def _fallback_byte(name: str) -> int | None:
 
 
 class _MetaspaceText:
-    __slots__ = ("_decoding", "_long_run", "_run", "_skip_special", "_strip")
+    __slots__ = ("_decoding", "_long_run", "_run", "_strip", "_table")
 
-    def __init__(self, decoding: MetaspaceDecoding, strip: int, skip_special: bool) -> None:
+    def __init__(self, table: dict[int, Piece], decoding: MetaspaceDecoding, strip: int) -> None:
+        self._table = table
         self._decoding = decoding
         self._strip = strip
-        self._skip_special = skip_special
         self._run = bytearray()
         self._long_run: codecs.IncrementalDecoder | None = None
 
@@ -245,9 +248,13 @@ class _MetaspaceText:
             self._strip = 0
 
     def push(self, token: int) -> str:
-        if self._skip_special and self._decoding.is_special(token):
+        try:
+            piece = self._table[token]
+        except KeyError:
+            self._decoding.look_up(token)
+            piece = self._table[token]
+        if piece is None:
             return ""
-        piece = self._decoding.piece(token)
         if isinstance(piece, int):
             return self._stripped(self._byte(piece))
         return self._stripped(self._end_run() + piece)
