@@ -1,0 +1,60 @@
+"""`flexslurm demo`: the main job on this machine, from nothing to the figures."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+
+from flexslurm.errors import ServiceError
+
+
+@click.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the figures there.",
+)
+@click.option(
+    "--model",
+    "model",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A prepared checkpoint; default: SmolLM2-135M-Instruct, prepared first.",
+)
+@click.option("--local", is_flag=True, help="Local processes, even where a Slurm could be had.")
+@click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
+def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) -> None:
+    """Serve a small model on a private Slurm, lose a pilot in mid-stream, and see it go on."""
+    import msgspec
+
+    from flexslurm.cli.demo_cluster import choose_cluster
+    from flexslurm.cli.demo_story import Story
+    from flexslurm.cli.model_prepare import prepare_smollm2
+
+    model = (model or prepare_smollm2(click.echo)).absolute()
+    home = Path(tempfile.mkdtemp(prefix="flexslurm-demo-"))
+    try:
+        figures = Story(choose_cluster(home / "cluster", local, click.echo), home, model).run()
+    finally:
+        if keep:
+            click.echo(f"kept: {home}")
+        else:
+            shutil.rmtree(home, ignore_errors=True)
+    click.echo(table(msgspec.to_builtins(figures)))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+    if figures.completed != figures.requests or not figures.tokens_equal:
+        raise ServiceError("the streams did not all end with the undisturbed run's tokens")
+
+
+def table(figures: dict[str, object]) -> str:
+    """The figures, one a line."""
+    width = max(map(len, figures))
+    rule = "─" * (width + 2)
+    rows = [f" {name.replace('_', ' '):<{width}}  {value}" for name, value in figures.items()]
+    return "\n".join(["", rule, *rows, rule])

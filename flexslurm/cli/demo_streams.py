@@ -1,0 +1,117 @@
+"""The demo's clients: streams over HTTP as any application would open them, with their timing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class StreamRun:
+    """One streamed answer. `times` are seconds on the monotonic clock, one a token."""
+
+    body: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    error: str = ""
+
+    @property
+    def longest_gap_s(self) -> float:
+        gaps = (b - a for a, b in zip(self.times, self.times[1:], strict=False))
+        return max(gaps, default=0.0)
+
+
+def open_streams(
+    endpoint: str,
+    bodies: Sequence[dict[str, Any]],
+    on_text: Callable[[int, str], None] | None = None,
+) -> tuple[list[StreamRun], list[threading.Thread]]:
+    """Start all streams at once, each on a thread; the runs fill while they go on."""
+    runs = [StreamRun(body) for body in bodies]
+    threads = [
+        threading.Thread(target=_stream, args=(endpoint, number, run, on_text), daemon=True)
+        for number, run in enumerate(runs)
+    ]
+    for thread in threads:
+        thread.start()
+    return runs, threads
+
+
+def _stream(
+    endpoint: str, number: int, run: StreamRun, on_text: Callable[[int, str], None] | None
+) -> None:
+    parts = urlsplit(endpoint)
+    connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_TIMEOUT_S)
+    try:
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps({**run.body, "stream": True, "return_token_ids": True}),
+            {"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            run.error = response.read().decode(errors="replace")
+            return
+        for line in response:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                _take(run, json.loads(line[6:]), number, on_text)
+    except (OSError, HTTPException, ValueError) as error:
+        run.error = f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+
+
+def _take(
+    run: StreamRun,
+    chunk: dict[str, Any],
+    number: int,
+    on_text: Callable[[int, str], None] | None,
+) -> None:
+    if "error" in chunk:
+        run.error = str(chunk["error"].get("message", chunk["error"]))
+    for choice in chunk.get("choices", ()):
+        now = time.monotonic()
+        tokens = choice.get("token_ids") or []
+        run.tokens += tokens
+        run.times += [now] * len(tokens)
+        text = (choice.get("delta") or {}).get("content") or ""
+        run.text += text
+        run.finish = choice.get("finish_reason") or run.finish
+        if text and on_text is not None:
+            on_text(number, text)
+
+
+def questions(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Chat requests of different kinds: every other one is sampled, with a seed."""
+    prompts = (
+        "Explain how a computer boots, step by step.",
+        "Write a short story about a lighthouse keeper.",
+        "List reasons to learn to cook at home.",
+        "Describe the water cycle to a child.",
+        "How do bees find their way home?",
+        "Give advice to someone who starts a garden.",
+        "Tell the history of the bicycle.",
+        "What should a traveller pack for a week in the mountains?",
+    )
+    return [
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompts[i % len(prompts)]}],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0 if i % 2 == 0 else 0.8,
+            "seed": 1000 + i,
+        }
+        for i in range(count)
+    ]
