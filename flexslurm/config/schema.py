@@ -1,43 +1,78 @@
-"""Reading YAML into checked values, with errors that name file, line, key and the nearest key."""
+"""Turns YAML into checked values, with errors that name file, line, key and the nearest key."""
 
 from __future__ import annotations
 
 import difflib
+import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from flexslurm.config.yaml_text import Loc, Origin, Place, Read, read_yaml
 from flexslurm.errors import ConfigError
 
-Loc = tuple[str | int, ...]
+_MAX_FILE_BYTES = 4 * 2**20
+_MAX_SHOWN = 5
 
 
 class Section(BaseModel):
-    """A part of a configuration file: immutable, unknown keys refused."""
+    """A part of a configuration file: immutable, unknown keys refused, numbers finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_left_out(cls, data: Any) -> Any:
+        """A key with nothing behind it (all its lines are comments) counts as left out."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            key: value
+            for key, value in data.items()
+            if value is not None or key not in fields or takes_none(fields[key].annotation)
+        }
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = set(_scalars(cls.model_fields[info.field_name].annotation))
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"a number is expected, not {str(value).lower()}")
+        return value
 
 
 S = TypeVar("S", bound=Section)
 
 
-class _LineLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML forbids and PyYAML lets pass."""
+class Assignment(NamedTuple):
+    """A value that wins over the file's: a dotted key, the value, and who says so."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)) or key in seen:
-                problem = "is not a plain word" if isinstance(key, (list, dict)) else "stands twice"
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key}' {problem}", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    key: str
+    read: Read
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[S]):
+    """A section and the place of every value that was written somewhere, by location."""
+
+    value: S
+    places: Mapping[Loc, Place]
 
 
 def load_section(kind: type[S], path: Path, overrides: Mapping[str, object] | None = None) -> S:
@@ -45,100 +80,217 @@ def load_section(kind: type[S], path: Path, overrides: Mapping[str, object] | No
 
     Raises ConfigError naming the file, the line and the key.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError("no such file", file=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"cannot read it: {reason}", file=str(path)) from error
-    return parse_section(kind, text, str(path), overrides)
+    return parse_section(kind, read_text(path), str(path), overrides)
 
 
 def parse_section(
     kind: type[S], text: str, file: str, overrides: Mapping[str, object] | None = None
 ) -> S:
     """As load_section, from text; `file` is the name used in errors."""
-    lines: dict[Loc, int] = {}
-    try:
-        loader = _LineLoader(text)
-        try:
-            node = loader.get_single_node()
-            data = loader.construct_document(node) if node is not None else {}
-        finally:
-            loader.dispose()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        line = mark.line + 1 if mark is not None else None
-        raise ConfigError(str(problem), file=file, line=line) from None
-    except RecursionError:
-        raise ConfigError(
-            "nested too deeply, or an alias that contains itself", file=file
-        ) from None
-    if node is not None:
-        _note_lines(node, (), lines)
+    assignments = [
+        Assignment(key, Read(value, {}), None) for key, value in (overrides or {}).items()
+    ]
+    return check_text(kind, text, file, assignments).value
+
+
+def check_text(
+    kind: type[S], text: str, file: str, assignments: Sequence[Assignment] = ()
+) -> Checked[S]:
+    """As parse_section, keeping where each value comes from; later assignments win."""
+    data, noted = read_yaml(text, file)
+    places = dict(noted)
+    if data is None:
+        data = {}
     if not isinstance(data, dict):
         raise ConfigError("a mapping of keys to values is expected", file=file, line=1)
-    for dotted, value in (overrides or {}).items():
-        _override(data, dotted.split("."), value)
+    for assignment in assignments:
+        loc = _resolve(kind, data, assignment)
+        data = _with(data, loc, assignment.read.value)
+        places = {at: place for at, place in places.items() if at[: len(loc)] != loc}
+        if assignment.place is not None:
+            places[loc] = assignment.place
+            places |= {loc + at: assignment.place for at in assignment.read.places}
     try:
-        return kind.model_validate(data)
+        return Checked(kind.model_validate(data), places)
     except ValidationError as error:
-        raise _explain(kind, error, file, lines) from None
+        raise _explain(kind, error, file, places) from None
 
 
-def _note_lines(node: yaml.Node, loc: Loc, lines: dict[Loc, int], depth: int = 0) -> None:
-    lines.setdefault(loc, node.start_mark.line + 1)
-    if depth > 32:
-        return
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            child = (*loc, str(key.value))
-            lines[child] = key.start_mark.line + 1
-            _note_lines(value, child, lines, depth + 1)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _note_lines(value, (*loc, index), lines, depth + 1)
+def read_text(path: Path) -> str:
+    """The text of a settings file. Raises ConfigError when it is missing, binary or too large."""
+    try:
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size > _MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{status.st_size} bytes are too many for a settings file", file=str(path)
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("no such file", file=str(path), hint=_nearest_file(path)) from None
+    except ValueError:  # not UTF-8, or a name with a null character
+        raise ConfigError("cannot read it: it is not UTF-8 text", file=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read it: {error.strerror}", file=str(path)) from None
 
 
-def _override(data: dict[str, Any], path: Sequence[str], value: object) -> None:
-    for key in path[:-1]:
-        child = data.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"cannot set {'.'.join(path)}: '{key}' is not a mapping")
-        data = child
-    data[path[-1]] = value
+def _nearest_file(path: Path) -> str | None:
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"did you mean '{path.parent / near[0]}'?" if near else None
+
+
+# ------------------------------------------------------------------------------------- overrides
+
+
+def _resolve(kind: type[BaseModel], data: Any, assignment: Assignment) -> Loc:
+    """The location a dotted key stands for, given what is in the file.
+
+    Keys of the file may hold dots (`gpu_types.a100.80`): the longest one that fits is taken.
+    From the environment, upper case and `_` for `-` are let pass.
+    """
+    parts, loc = assignment.key.split("."), Loc()
+    loose = assignment.place is not None and assignment.place.origin is Origin.ENVIRONMENT
+    while parts:
+        if isinstance(data, list):
+            index = _index(parts[0], data, assignment)
+            loc, parts, data = (*loc, index), parts[1:], data[index]
+            continue
+        mapping = data if isinstance(data, dict) else {}
+        key, used = _longest_key(parts, [*mapping, *legal_keys(kind, loc)], loose)
+        loc, parts, data = (*loc, key), parts[used:], mapping.get(key)
+    return loc
+
+
+def _longest_key(parts: Sequence[str], known: Sequence[str], loose: bool) -> tuple[str, int]:
+    plain = {_loosened(key) if loose else key: key for key in reversed(known)}
+    for used in range(len(parts), 0, -1):
+        word = ".".join(parts[:used])
+        if (found := plain.get(_loosened(word) if loose else word)) is not None:
+            return found, used
+    return (parts[0].lower() if loose else parts[0]), 1
+
+
+def _loosened(key: str) -> str:
+    return key.lower().replace("-", "_").replace(".", "_")
+
+
+def _index(word: str, items: Sequence[object], assignment: Assignment) -> int:
+    if word.isascii() and word.isdigit() and len(word) < 9 and int(word) < len(items):
+        return int(word)
+    legal = f"0 to {len(items) - 1}" if items else "none: the list is empty"
+    source = None if assignment.place is None else str(assignment.place)
+    raise ConfigError(
+        f"'{word}' is not the number of an entry", file=source, key=assignment.key,
+        hint=f"entries here: {legal}",
+    )  # fmt: skip
+
+
+def _with(data: Any, loc: Loc, value: object) -> Any:
+    """A copy of `data` with the value at `loc`; what aliases share elsewhere stays as it is."""
+    if not loc:
+        return value
+    if isinstance(data, list):
+        assert isinstance(loc[0], int)
+        return [*data[: loc[0]], _with(data[loc[0]], loc[1:], value), *data[loc[0] + 1 :]]
+    mapping = data if isinstance(data, dict) else {}
+    return {**mapping, loc[0]: _with(mapping.get(loc[0]), loc[1:], value)}
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def place_of(loc: Loc, places: Mapping[Loc, Place]) -> Place | None:
+    """Where the value at `loc`, or the nearest thing around it, is written."""
+    while loc and loc not in places:
+        loc = loc[:-1]
+    return places.get(loc)
+
+
+def dotted(loc: Loc) -> str:
+    return ".".join(str(part) for part in loc)
 
 
 def _explain(
-    kind: type[Section], error: ValidationError, file: str, lines: Mapping[Loc, int]
+    kind: type[Section], error: ValidationError, file: str, places: Mapping[Loc, Place]
 ) -> ConfigError:
-    first = error.errors()[0]
-    loc = tuple(part if isinstance(part, int) else str(part) for part in first["loc"])
-    at = loc
-    while at and at not in lines:
-        at = at[:-1]
-    key = ".".join(str(part) for part in loc) or None
-    message, hint = str(first["msg"]), None
-    if first["type"] == "extra_forbidden":
-        message = "unknown key"
-        hint = nearest_hint(str(loc[-1]), legal_keys(kind, loc[:-1]))
-    elif first["type"] == "missing":
-        message = "this key is required"
-    elif first["type"] == "value_error":
-        message = message.removeprefix("Value error, ")
-    elif first["type"] == "literal_error":
-        hint = nearest_hint(str(first["input"]), _expected(first))
-    more = error.error_count() - 1
-    if more:
-        message += f" (and {more} more)"
-    return ConfigError(message, file=file, line=lines.get(at), key=key, hint=hint)
+    """The first problem as the error, with the others below its hint."""
+    # An unknown key comes first: it is often why another one is missing.
+    problems = sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
+    first, *more = [_one(kind, details, file, places) for details in problems]
+    lines = [first.hint] if first.hint else []
+    for problem in more[:_MAX_SHOWN]:
+        lines.append(problem.message + (f" ({problem.hint})" if problem.hint else ""))
+    if len(more) > _MAX_SHOWN:
+        lines.append(f"and {len(more) - _MAX_SHOWN} more")
+    first.hint = "\n  ".join(lines) or None
+    return first
+
+
+def _one(kind: type[Section], details: Any, file: str, places: Mapping[Loc, Place]) -> ConfigError:
+    loc = _loc(details)
+    place = place_of(loc, places) or Place(Origin.FILE, file)
+    message, hint = _words(kind, details)
+    return ConfigError(
+        message, file=place.name, line=place.line, key=dotted(loc) or None, hint=hint
+    )
+
+
+def _loc(details: Any) -> Loc:
+    return tuple(part if isinstance(part, int) else str(part) for part in details["loc"])
+
+
+_WANTED = {
+    "int_parsing": "a whole number is expected",
+    "int_type": "a whole number is expected",
+    "int_from_float": "a whole number is expected",
+    "float_parsing": "a number is expected",
+    "float_type": "a number is expected",
+    "finite_number": "a number is expected",
+    "bool_parsing": "true or false is expected",
+    "bool_type": "true or false is expected",
+    "string_type": "text is expected",
+    "list_type": "a list is expected",
+    "model_type": "a mapping of keys to values is expected",
+    "dict_type": "a mapping of keys to values is expected",
+}
+
+
+def _words(kind: type[Section], details: Any) -> tuple[str, str | None]:
+    """What pydantic found, in words of ours where we have better ones, and a hint."""
+    loc, given, what = _loc(details), details.get("input"), details["type"]
+    message = str(details["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if what == "extra_forbidden":
+        return "unknown key", nearest_hint(str(loc[-1]), legal_keys(kind, loc[:-1]))
+    if what == "missing":
+        return "this key is required", None
+    if what == "value_error":
+        return message, None
+    hint = None
+    if what == "literal_error":
+        hint = nearest_hint(str(given), [word.strip("'") for word in _expected(details)])
+    elif what == "string_type" and isinstance(given, (bool, int, float)):
+        hint = "put the value in quotes"
+    return f"{_WANTED.get(what, message)}, not {_shown(given)}", hint
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (dict, BaseModel)):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    text = str(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"'{text}'" if isinstance(value, str) else text
 
 
 def _expected(details: Any) -> list[str]:
     text = str(details.get("ctx", {}).get("expected", ""))
-    return [part.strip().strip("'") for part in text.replace(" or ", ", ").split(",")]
+    return [part.strip() for part in text.replace(" or ", ", ").split(",")]
 
 
 def nearest_hint(word: str, legal: Sequence[str]) -> str | None:
@@ -147,6 +299,9 @@ def nearest_hint(word: str, legal: Sequence[str]) -> str | None:
         return None
     near = difflib.get_close_matches(word, legal, n=1)
     return f"did you mean '{near[0]}'?" if near else f"legal here: {', '.join(legal)}"
+
+
+# ----------------------------------------------------------------------------- looking at a schema
 
 
 def legal_keys(kind: type[BaseModel], loc: Loc) -> list[str]:
@@ -160,13 +315,27 @@ def legal_keys(kind: type[BaseModel], loc: Loc) -> list[str]:
         field = current.model_fields.get(str(part)) if current is not None else None
         if field is None:
             return []
-        current = _section_in(field.annotation)
+        current = section_in(field.annotation)
         container = get_origin(field.annotation) in (dict, list)
     return list(current.model_fields) if current is not None and not container else []
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation such as `dict[str, Partition]` or `X | None` holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (_section_in(argument) for argument in get_args(annotation))
+    found = (section_in(argument) for argument in get_args(annotation))
     return next((section for section in found if section is not None), None)
+
+
+def takes_none(annotation: Any) -> bool:
+    return annotation is NoneType or NoneType in get_args(annotation)
+
+
+def _scalars(annotation: Any) -> list[type]:
+    """The plain types of an annotation, not those inside of lists and dicts."""
+    if annotation in (int, float, bool, str):
+        return [annotation]
+    if get_origin(annotation) in (list, dict, tuple):
+        return []
+    return [kind for argument in get_args(annotation) for kind in _scalars(argument)]
