@@ -25,6 +25,10 @@ ALIGNMENT_BYTES = 256
 """The engine's arena starts every tensor on this, so each tensor's bytes are rounded up to it."""
 
 
+GRAIN = 64
+"""DeepSpeed cuts MLPs and heads at multiples of this; the engine's `layout` says the same."""
+
+
 class Split(StrEnum):
     """How tensor parallelism cuts a weight; KV means in proportion to the rank's KV heads."""
 
@@ -68,9 +72,9 @@ class Weight(msgspec.Struct, frozen=True):
             case Split.KV_COLS:
                 return self.rows, kv_shard(self.cols, kv_heads, tp)[tp_rank]
             case Split.EVEN_ROWS:
-                return even_shard(self.rows, tp)[tp_rank], self.cols
+                return grained_shard(self.rows, tp)[tp_rank], self.cols
             case Split.EVEN_COLS:
-                return self.rows, even_shard(self.cols, tp)[tp_rank]
+                return self.rows, grained_shard(self.cols, tp)[tp_rank]
             case _:
                 return self.rows, self.cols
 
@@ -100,6 +104,15 @@ def kv_shard(total: int, kv_heads: int, tp: int) -> tuple[int, ...]:
 def even_shard(total: int, tp: int) -> tuple[int, ...]:
     """Sizes as even as whole numbers allow, the first ranks one more."""
     return tuple(total // tp + (rank < total % tp) for rank in range(tp))
+
+
+def grained_shard(total: int, tp: int) -> tuple[int, ...]:
+    """Sizes in whole grains as DeepSpeed cuts what has no heads, the last rank taking the rest."""
+    if total < GRAIN:
+        return even_shard(total, tp)
+    sizes = [grains * GRAIN for grains in even_shard(total // GRAIN, tp)]
+    sizes[-1] += total % GRAIN
+    return tuple(sizes)
 
 
 class LayerKind(msgspec.Struct, frozen=True):

@@ -31,6 +31,11 @@ CONFIGS = {
         "model_type": "llama", "hidden_size": 40, "intermediate_size": 64,
         "num_hidden_layers": 3, "num_attention_heads": 5, "vocab_size": 33,
     },
+    "llama of odd grains": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1000,
+        "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "vocab_size": 515, "tie_word_embeddings": True, "max_position_embeddings": 512,
+    },
     "mistral": {"model_type": "mistral", **_ROTARY},
     "qwen2": {"model_type": "qwen2", **_ROTARY},
     "qwen3": {"model_type": "qwen3", **_ROTARY, "head_dim": 16},
