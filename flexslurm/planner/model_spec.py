@@ -97,7 +97,7 @@ def kv_heads_of_ranks(kv_heads: int, tp: int) -> tuple[int, ...]:
 def kv_shard(total: int, kv_heads: int, tp: int) -> tuple[int, ...]:
     """Sizes of `total` cut in proportion to KV heads; evenly where heads do not divide it."""
     if total % kv_heads:
-        return even_shard(total, tp)
+        return grained_shard(total, tp)
     return tuple(total * heads // kv_heads for heads in kv_heads_of_ranks(kv_heads, tp))
 
 
