@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from flexslurm.config.yaml_text import Loc, Origin, Place, Read, read_yaml
 from flexslurm.errors import ConfigError
@@ -108,6 +109,8 @@ def check_text(
         data = _with(data, loc, assignment.read.value)
         places = {at: place for at, place in places.items() if at[: len(loc)] != loc}
         if assignment.place is not None:
+            for length in range(1, len(loc)):
+                places.setdefault(loc[:length], assignment.place)
             places[loc] = assignment.place
             places |= {loc + at: assignment.place for at in assignment.read.places}
     try:
@@ -238,8 +241,14 @@ def _one(kind: type[Section], details: Any, file: str, places: Mapping[Loc, Plac
     )
 
 
+def misfit(words: str, *loc: str | int, hint: str | None = None) -> PydanticCustomError:
+    """For validators of a section: a problem with the value at `loc` below the section."""
+    return PydanticCustomError("misfit", "{words}", {"words": words, "loc": loc, "hint": hint})
+
+
 def _loc(details: Any) -> Loc:
-    return tuple(part if isinstance(part, int) else str(part) for part in details["loc"])
+    below = details["ctx"]["loc"] if details["type"] == "misfit" else ()
+    return tuple(part if isinstance(part, int) else str(part) for part in (*details["loc"], *below))
 
 
 _WANTED = {
@@ -266,8 +275,10 @@ def _words(kind: type[Section], details: Any) -> tuple[str, str | None]:
         return "unknown key", nearest_hint(str(loc[-1]), legal_keys(kind, loc[:-1]))
     if what == "missing":
         return "this key is required", None
-    if what == "value_error":
-        return message, None
+    if what in ("value_error", "misfit"):
+        return message, details["ctx"].get("hint")
+    if what in ("too_short", "too_long"):
+        return message[:1].lower() + message[1:].replace(" after validation", ""), None
     hint = None
     if what == "literal_error":
         hint = nearest_hint(str(given), [word.strip("'") for word in _expected(details)])

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from flexslurm.config.schema import Section
+from flexslurm.config.schema import Section, misfit
 from flexslurm.config.units import Fraction, Seconds
 
 
@@ -49,7 +49,7 @@ class ServingSettings(Section):
     @model_validator(mode="after")
     def _beats_fit(self) -> ServingSettings:
         if self.lost_after < 3 * self.heartbeat:
-            raise ValueError("lost_after must be at least three heartbeats")
+            raise misfit("it must be at least three heartbeats", "lost_after")
         return self
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from flexslurm.config.schema import Section
+from flexslurm.config.schema import Section, misfit, nearest_hint
 from flexslurm.config.units import Bytes, BytesPerS, FlopsPerS, Seconds
 
 
@@ -40,7 +40,9 @@ class VirtualGpu(Section):
     @model_validator(mode="after")
     def _acted_names_a_model(self) -> VirtualGpu:
         if self.pacing == "acted" and self.acts_model is None:
-            raise ValueError("pacing 'acted' needs acts_model: the model whose timing is acted")
+            raise misfit(
+                "pacing 'acted' needs acts_model: the model whose timing is acted", "pacing"
+            )
         return self
 
 
@@ -138,13 +140,13 @@ class Site(Section):
     @model_validator(mode="after")
     def _partitions_name_known_types(self) -> Site:
         for name, partition in self.partitions.items():
-            for gpu_type in partition.gpu_types:
+            for index, gpu_type in enumerate(partition.gpu_types):
                 if gpu_type not in self.gpu_types:
-                    known = ", ".join(self.gpu_types)
-                    raise ValueError(
-                        f"partition '{name}' has GPU type '{gpu_type}', which gpu_types does not "
-                        f"define (it has {known})"
-                    )
+                    raise misfit(
+                        f"gpu_types above does not define '{gpu_type}'",
+                        "partitions", name, "gpu_types", index,
+                        hint=nearest_hint(gpu_type, list(self.gpu_types)),
+                    )  # fmt: skip
         return self
 
     def kill_wait_s(self, partition: str) -> float:
