@@ -41,6 +41,8 @@ class Batch:
     """`[T]` int64: the block each new token is written to."""
     offsets: torch.Tensor
     """`[T]` int64: and its place in the block."""
+    opened: torch.Tensor
+    """Blocks that get their first token: what is in them is somebody else's and is cleared."""
     spans: tuple[Span, ...]
     sample_rows: torch.Tensor
     """`[S]` int64: rows whose logits are wanted."""
@@ -66,6 +68,7 @@ class Batch:
         rows: list[int] = []
         sampled: list[tuple[str, ChunkSampling]] = []
         written: list[int] = []
+        opened: list[int] = []
         for chunk in chunks:
             start, context = len(tokens), chunk.start + len(chunk.tokens)
             needed = -(-context // block_tokens)
@@ -74,6 +77,7 @@ class Batch:
             tokens += chunk.tokens
             positions += range(chunk.start, context)
             written += (chunk.blocks[at // block_tokens] for at in range(chunk.start, context))
+            opened += chunk.blocks[-(-chunk.start // block_tokens) : needed]
             spans.append(Span(start, len(tokens), context, chunk.blocks[:needed]))
             if chunk.sample is not None:
                 rows.append(len(tokens) - 1)
@@ -84,6 +88,7 @@ class Batch:
             positions=table[1],
             blocks=table[2],
             offsets=table[1] % block_tokens,
+            opened=torch.tensor(opened, dtype=torch.int64).to(device),
             spans=tuple(spans),
             sample_rows=torch.tensor(rows, dtype=torch.int64).to(device),
             sampled=tuple(sampled),

@@ -73,6 +73,15 @@ class KvStore:
         """Pages of `blocks` (any shape): `[layers, heads, *blocks.shape]`."""
         return self.table[:, :, blocks]
 
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero all pages of these blocks.
+
+        Attention reads whole blocks and masks what is beyond a sequence's end, and a mask does not
+        stop a NaN: arena memory may hold any bits, and a block the leavings of another sequence.
+        """
+        if blocks.numel():
+            self.pool.index_fill_(0, self.table[:, :, blocks].reshape(-1), 0)
+
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's new tokens: `slots` `[heads, T]`, keys and values `[heads, T, D]`."""
         at = slots.reshape(-1)
