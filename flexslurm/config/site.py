@@ -72,9 +72,9 @@ class Partition(Section):
     exempt: Seconds = Field(0.0, description="PreemptExemptTime: the run that is guaranteed.")
     default_walltime: Seconds | None = Field(None, description="Asked for when a pool says none.")
     max_walltime: Seconds | None = Field(None, description="None: unlimited.")
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    account: str | None = Field(None, description="Passed as --account.")
+    qos: str | None = Field(None, description="Passed as --qos.")
+    constraint: str | None = Field(None, description="Passed as --constraint.")
     cpus_per_gpu: int = Field(1, ge=1, description="CPUs asked for with each GPU.")
     sbatch_args: list[str] = Field(
         default_factory=list, description="Further options for sbatch, such as --comment=preempt."
@@ -98,10 +98,10 @@ class HeadSettings(Section):
     """Where the head (controller and API server) runs when launched as a job."""
 
     partition: str | None = Field(None, description="A partition that is not preempted.")
-    cpus: int = Field(2, ge=1)
-    memory: Bytes = Field(4 * 2**30)
-    walltime: Seconds | None = None
-    sbatch_args: list[str] = Field(default_factory=list)
+    cpus: int = Field(2, ge=1, description="CPUs of the head's job.")
+    memory: Bytes = Field(4 * 2**30, description="Memory of the head's job.")
+    walltime: Seconds | None = Field(None, description="Default: the partition's.")
+    sbatch_args: list[str] = Field(default_factory=list, description="Further options for sbatch.")
 
 
 class NetworkSettings(Section):
@@ -118,6 +118,8 @@ class NetworkSettings(Section):
 
 
 class PathSettings(Section):
+    """Directories."""
+
     shared_dir: str | None = Field(None, description="Shared directory for service state.")
     node_cache: str | None = Field(None, description="Node-local directory for weights.")
 
@@ -125,7 +127,7 @@ class PathSettings(Section):
 class Site(Section):
     """A cluster."""
 
-    name: str
+    name: str = Field(description="A word for the cluster, for messages.")
     gpu_types: dict[str, GpuType] = Field(min_length=1)
     partitions: dict[str, Partition] = Field(default_factory=dict)
     slurm: SlurmSettings = Field(default_factory=SlurmSettings)
