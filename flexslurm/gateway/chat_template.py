@@ -28,6 +28,18 @@ Message = Mapping[str, Any]
 _END_MARK = "\ue000FLEXSLURM_FINAL_MESSAGE_ENDS\ue000"
 
 
+# A template is a program without types: what a message lacks shows as any of these.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+
+
 class ChatTemplate:
     """The model's template, or several by name (`default`, `tool_use`), compiled once."""
 
@@ -89,8 +101,7 @@ class ChatTemplate:
         }
         try:
             text = self._templates[name].render(given)
-        except (TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
-            # A template is a program without types: what a message lacks shows as any of these.
+        except _TEMPLATE_FAULTS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error

@@ -31,18 +31,12 @@ def load_api_keys(path: Path) -> frozenset[str]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot open it: {error.strerror}", file=str(path)) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError("not a file", file=str(path))
-        if status.st_mode & 0o077:
-            mode = stat.S_IMODE(status.st_mode)
-            raise ConfigError(
-                f"others can read these keys (mode {mode:04o})",
-                file=str(path),
-                hint=f"chmod 600 {path}",
-            )
-        lines = file.read().splitlines()
+    try:
+        _check_private(os.fstat(descriptor), path)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            lines = file.read().splitlines()
+    finally:
+        os.close(descriptor)
     keys: set[str] = set()
     for number, line in enumerate(lines, 1):
         key = line.strip()
@@ -56,6 +50,18 @@ def load_api_keys(path: Path) -> frozenset[str]:
     if not keys:
         raise ConfigError("it holds no key", file=str(path))
     return frozenset(keys)
+
+
+def _check_private(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("not a file", file=str(path))
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(
+            f"others can read these keys (mode {mode:04o})",
+            file=str(path),
+            hint=f"chmod 600 {path}",
+        )
 
 
 class KeyRing:

@@ -1,7 +1,9 @@
 """The model's text side: tokenizer, chat template, special tokens; never the weights, never torch.
 
 Read from the checkpoint directory: `tokenizer.json`, `tokenizer_config.json`,
-`generation_config.json`, `config.json`, and `chat_template.jinja` where there is one.
+`generation_config.json`, `config.json`, and `chat_template.jinja` where there is one. Which special
+tokens are put around a text is tokenizer.json's rule alone; `add_bos_token` in the configuration is
+for tokenizers without that file, as in transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from flexslurm.errors import InvalidRequest, ModelError
 from flexslurm.gateway.chat_template import ChatTemplate
@@ -69,7 +70,6 @@ class TextModel:
         special = _special_tokens(path, settings)
         tokenizer = _load_tokenizer(path / "tokenizer.json")
         _add_missing_tokens(tokenizer, settings, special)
-        _apply_bos_eos_flags(tokenizer, settings, special)
         sources = _template_sources(path, settings, chat_template)
         return cls(
             tokenizer,
@@ -176,26 +176,6 @@ def _add_missing_tokens(
     for text in special.values():
         if tokenizer.token_to_id(text) is not None:
             tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-
-
-def _apply_bos_eos_flags(
-    tokenizer: Tokenizer, settings: dict[str, Any], special: dict[str, str]
-) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, replace the tokenizer's own rule."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return
-    bos = special.get("bos_token") if settings.get("add_bos_token") else None
-    eos = special.get("eos_token") if settings.get("add_eos_token") else None
-    used = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
-    used = [(text, number) for text, number in used if number is not None]
-    names = {text for text, _ in used}
-    before = [f"{bos}:0"] if bos in names else []
-    after = [f"{eos}:0"] if eos in names else []
-    tokenizer.post_processor = TemplateProcessing(
-        single=[*before, "$A:0", *after],
-        pair=[*before, "$A:0", *after, "$B:1"],
-        special_tokens=used,
-    )
 
 
 def _template_sources(
