@@ -36,9 +36,7 @@ class ServingSettings(Section):
     """Limits of the engine and of the queue."""
 
     block_tokens: int = Field(256, ge=1, le=65536, description="Tokens per KV block.")
-    max_batch: int = Field(
-        64, ge=1, le=65536, description="Sequences running at once in a replica."
-    )
+    max_batch: int = Field(64, ge=1, le=65536, description="Sequences at once in a replica.")
     max_batch_tokens: int = Field(512, ge=1, le=2**20, description="New tokens in one micro-batch.")
     max_context: int | None = Field(
         None, ge=2, le=2**31, description="Most tokens of prompt and answer; default: the model's."
