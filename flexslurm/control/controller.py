@@ -1,12 +1,13 @@
 """The controller's hands: feeds `Control` with what is heard and performs what it decides.
 
-It never decides. One event at a time, on one event loop. A message to a member that is not
-connected is dropped: that member will fall silent and be taken for lost.
+It never decides. One event at a time, on one event loop. A message that cannot be sent is an event
+of its own, taken in when the actions under way are done.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from flexslurm.control.actions import (
     Say,
     Send,
 )
-from flexslurm.control.events import Event, Heard
+from flexslurm.control.events import Event, Heard, Unreachable
 from flexslurm.control.state import Control
 from flexslurm.messages import Message
 
@@ -54,20 +55,27 @@ class Controller:
         self.control = control
         self._effects = effects
         self._now = now
+        self._events: deque[Event] = deque()
 
     def hear(self, sender: str, message: Message) -> None:
         self.take(Heard(sender, message))
 
     def take(self, event: Event) -> None:
-        """One event in, its actions out."""
-        for action in self.control.handle(self._now(), event):
-            self._perform(action)
+        """One event in, its actions out; then the events that those made."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # from within an action: the loop below takes it in its turn
+        while self._events:
+            for action in self.control.handle(self._now(), self._events[0]):
+                self._perform(action)
+            self._events.popleft()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Send(to, message):
                 if not self._effects.send(to, message):
-                    log.info("%s is not connected: %s not sent", to, type(message).__name__)
+                    log.debug("%s is not connected: %s not sent", to, type(message).__name__)
+                    self.take(Unreachable(to))
             case Record(record):
                 self._effects.record(record)
             case Detach(reason):

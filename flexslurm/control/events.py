@@ -70,7 +70,14 @@ class PilotLeaving:
     grace_s: float
 
 
-Event = Heard | Tick | EpochBroken | Cordon | PilotGone | PilotLeaving
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """A message could not be sent: the member's connection is closed."""
+
+    member: str
+
+
+Event = Heard | Tick | EpochBroken | Cordon | PilotGone | PilotLeaving | Unreachable
 
 
 @dataclass(frozen=True, slots=True)

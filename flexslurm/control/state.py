@@ -27,6 +27,7 @@ from flexslurm.control.events import (
     ServiceState,
     ShiftReport,
     Tick,
+    Unreachable,
 )
 from flexslurm.control.members import (
     AgentRecord,
@@ -120,6 +121,8 @@ class Control:
                 actions = self._on_cordon(now, fragment, cordon)
             case PilotGone(fragment, reason):
                 actions = self._on_pilot_gone(now, fragment, reason)
+            case Unreachable(member):
+                actions = self._on_unreachable(now, member)
             case PilotLeaving(fragment, source, grace_s):
                 actions = []
                 for agent in self._of_fragment(fragment):
@@ -299,6 +302,17 @@ class Control:
                 stop = StopWorkers(gpus=(worker.at.gpu,), grace_s=0.0)
                 actions += [Send(worker.at.agent, stop), *self._worker_is_gone(now, worker.worker)]
         return actions
+
+    def _on_unreachable(self, now: float, member: str) -> list[Action]:
+        """Its connection is closed: taken for lost at once. If it lives, it says hello again."""
+        agent = self.members.drop(member)
+        if agent is not None:
+            return self._agent_is_gone(now, agent, "its connection is closed")
+        worker = self.members.worker(member)
+        if worker is None:
+            return []
+        del self.members.agents[worker.at.agent].workers[worker.at.gpu]
+        return self._worker_is_gone(now, member)
 
     def _agent_is_gone(self, now: float, agent: AgentRecord, why: str) -> list[Action]:
         """The agent is out of `members` already."""

@@ -14,7 +14,7 @@ happenings = st.lists(
     st.tuples(
         st.sampled_from(
             ["join", "bye", "notice", "stay", "kill", "broken", "hang", "dead", "cordon",
-             "uncordon", "gone", "wait", "fail", "mend"]
+             "uncordon", "gone", "wait", "fail", "mend", "cut"]
         ),
         st.sampled_from(NAMES),
         st.floats(0.05, 4.0),
@@ -57,6 +57,9 @@ def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
                 world.take(Cordon(name, what == "cordon"))
             case "gone":
                 world.take(PilotGone(name, "test"))
+            case "cut" if agent:
+                world.dead.add(agent)
+                world.cut.add(agent)
             case "fail" if agent:
                 world.failing[agent] = "test"
             case "mend":
@@ -65,6 +68,7 @@ def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
     # peace: everything mended and one fresh agent of each name; the service must come up
     world.failing.clear()
     world.dead.clear()
+    world.cut.clear()
     for name in NAMES:
         world.take(Cordon(name, False))
         born += 1

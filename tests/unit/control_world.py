@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexslurm.control.actions import Action, Detach, OpenEpoch, Send
-from flexslurm.control.events import ControlSettings, Event, Heard, Tick
+from flexslurm.control.events import ControlSettings, Event, Heard, Tick, Unreachable
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.policy import PolicySettings
 from flexslurm.control.shift import InstalledGear, InstallSettings
@@ -98,6 +98,8 @@ class World:
         """Agents whose installs fail, with the reason."""
         self.dead: set[str] = set()
         """Agents that say nothing more."""
+        self.cut: set[str] = set()
+        """Agents whose connections, and whose workers' connections, are closed."""
         self._count = 0
 
     def take(self, event: Event) -> list[Action]:
@@ -105,7 +107,9 @@ class World:
         self.log += actions
         check_invariants(self.control)
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, Send) and action.to.split("/")[0] in self.cut:
+                self.take(Unreachable(action.to))
+            elif isinstance(action, Send):
                 for sender, answer in self._obey(action):
                     self.take(Heard(sender, answer))
         return actions

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from flexslurm.control.actions import Record, Say, Send
-from flexslurm.control.events import Cordon, EpochBroken, Heard, PilotGone, PilotLeaving, Tick
+from flexslurm.control.events import (
+    Cordon,
+    EpochBroken,
+    Heard,
+    PilotGone,
+    PilotLeaving,
+    Tick,
+    Unreachable,
+)
 from flexslurm.control.state import restore_epoch
 from flexslurm.messages import (
     AgentBeat,
@@ -259,3 +267,29 @@ def test_what_is_said_names_the_fragment_and_the_reason() -> None:
     world.take(Tick())
     said = [a.text for a in world.log if isinstance(a, Say) and a.warning]
     assert any(text.startswith("a on node-a is gone: silent for 2") for text in said)
+
+
+def test_a_closed_connection_is_a_loss_without_waiting_for_the_heartbeat() -> None:
+    world = World(lost_s=60.0)
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    world.dead.add("b")
+    world.cut.add("b")
+    world.take(EpochBroken(1, "a step failed"))
+    world.run(0.5)
+    assert world.serving() == "a100:2"
+    assert [opened.epoch for opened in world.opened()][-1] == world.control.epoch
+
+
+def test_a_member_whose_connection_breaks_but_lives_rejoins() -> None:
+    world = World()
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    world.take(Unreachable("b"))
+    world.run(1)
+    assert world.serving() == "a100:2"
+    world.join("b")  # its beat is answered by a stranger's welcome, so it says hello
+    world.run(3)
+    assert world.serving() == "a100:2x2"
