@@ -221,6 +221,8 @@ class WorkerHello(Message, frozen=True, tag="worker.hello"):
     gpu: int
     pid: int
     device: str
+    data_port: int = 0
+    """Where its data server listens, on the node's address; 0: it has none."""
 
 
 class WorkerBeat(Message, frozen=True, tag="worker.beat"):
@@ -247,6 +249,10 @@ class Installed(Message, frozen=True, tag="worker.installed"):
     kv_blocks: int
     load_s: float
     groups_s: float
+    moved_bytes: int = 0
+    """Weights that came from other workers."""
+    kept_bytes: int = 0
+    """Weights that were on this GPU already."""
 
 
 class InstallFailed(Message, frozen=True, tag="worker.install_failed"):
@@ -262,6 +268,31 @@ class Retired(Message, frozen=True, tag="worker.retired"):
 
     worker: str
     epoch: int
+
+
+class KvPulled(Message, frozen=True, tag="worker.kv_pulled"):
+    """The answer to `PullKv`."""
+
+    worker: str
+    epoch: int
+    ticket: int
+    moved_bytes: int
+    seconds: float
+    failed: tuple[int, ...] = ()
+    """Own blocks that could not be filled: their sequences must be recomputed."""
+    reason: str = ""
+
+
+class KvParked(Message, frozen=True, tag="worker.kv_parked"):
+    """The answer to `ParkKv`."""
+
+    worker: str
+    epoch: int
+    ticket: int
+    parked_bytes: int
+    seconds: float
+    failed: tuple[int, ...] = ()
+    reason: str = ""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -334,6 +365,29 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class WeightHolder(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that holds the weights of a slot now, and where it gives them out."""
+
+    worker: str
+    node: str
+    address: str
+    data_port: int
+    epoch: int
+    lo: int
+    hi: int
+    tp: int
+    tp_rank: int
+
+
+class DataSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where KV pages come from: a worker's data server and an epoch it holds (or has parked)."""
+
+    worker: str
+    address: str
+    data_port: int
+    epoch: int
+
+
 class Pacing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a virtual GPU spends time; see `config.site.VirtualGpu`."""
 
@@ -365,6 +419,10 @@ class Install(Message, frozen=True, tag="head.install"):
     """The GPU's whole budget; weights and KV pages must fit in it."""
     timeout_s: float
     pacing: Pacing | None = None
+    holders: tuple[WeightHolder, ...] = ()
+    """Who may be asked for weights before the checkpoint is read."""
+    rate_bytes_per_s: float = 0.0
+    """Bound on what one source sends to this worker; 0: none."""
 
 
 class ChunkSampling(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -400,6 +458,54 @@ class Step(Message, frozen=True, tag="head.step"):
     replica: int
     step: int
     chunks: tuple[Chunk, ...]
+    freed: tuple[int, ...] = ()
+    """Blocks that hold nothing any more; they may be among this step's own, for another use."""
+
+
+class FreeBlocks(Message, frozen=True, tag="head.free_blocks"):
+    """As `Step.freed`, between steps."""
+
+    epoch: int
+    replica: int
+    blocks: tuple[int, ...]
+
+
+class PullKv(Message, frozen=True, tag="head.pull_kv"):
+    """Fill blocks of this epoch with pages that a source holds; answered by `KvPulled`.
+
+    Layers and heads are the model's own numbers: `[lo, hi)` each. Where the source is the worker
+    itself, pages are shared and nothing moves.
+    """
+
+    epoch: int
+    ticket: int
+    source: DataSource
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    pairs: tuple[tuple[int, int], ...]
+    """`(source's block, own block)`."""
+    rate_bytes_per_s: float = 0.0
+    timeout_s: float = 60.0
+
+
+class ParkKv(Message, frozen=True, tag="head.park_kv"):
+    """Copy these blocks' pages out of the GPU; they outlive the epoch. Answered by `KvParked`.
+
+    Without `directory` they go to host memory and stay until `UnparkKv` or the worker's end.
+    """
+
+    epoch: int
+    ticket: int
+    blocks: tuple[int, ...]
+    directory: str | None = None
+    rate_bytes_per_s: float = 0.0
+    deadline_s: float = 60.0
+
+
+class UnparkKv(Message, frozen=True, tag="head.unpark_kv"):
+    """Forget what was parked of an epoch."""
+
+    epoch: int
 
 
 class Retire(Message, frozen=True, tag="head.retire"):
@@ -492,6 +598,8 @@ FromWorker = (
     | Installed
     | InstallFailed
     | Retired
+    | KvPulled
+    | KvParked
     | StepDone
     | StepFailed
     | RendezvousSet
@@ -500,7 +608,19 @@ FromWorker = (
 )
 FromCli = StatusAsk | StopAsk | CordonAsk
 ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ReleaseAgent
-ToWorker = WorkerWelcome | Refused | Install | Step | Retire | WorkerExit | RendezvousValue
+ToWorker = (
+    WorkerWelcome
+    | Refused
+    | Install
+    | Step
+    | FreeBlocks
+    | PullKv
+    | ParkKv
+    | UnparkKv
+    | Retire
+    | WorkerExit
+    | RendezvousValue
+)
 ToCli = AskRefused | AskDone | StatusAnswer
 ToHead = FromAgent | FromWorker | FromCli
 FromHead = ToAgent | ToWorker | ToCli
