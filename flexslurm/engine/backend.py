@@ -32,6 +32,8 @@ def deepspeed(device_type: str = "cpu") -> Any:
         if _deepspeed is None:
             os.environ.setdefault("DS_ACCELERATOR", device_type)
             os.environ.setdefault("DS_BUILD_OPS", "0")
+            # Asking the driver for its devices would spoil CUDA in forked children; NVML does not.
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
             logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
             import deepspeed as module
             from deepspeed.inference import engine

@@ -12,7 +12,6 @@ from enum import StrEnum
 
 from flexslurm.engine.families import ModelInfo
 
-
 GRAIN = 64
 """What is not cut by heads is cut at multiples of this, which the GPUs' matrix units want."""
 

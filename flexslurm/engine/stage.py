@@ -7,7 +7,8 @@ into the arena. Building may run in a background thread while another epoch's st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,9 +153,10 @@ def _build(
         heads = spec.kv_heads(info.head_dim)
         shape = KvShape(plan.hi - plan.lo, heads, plan.kv_blocks, plan.block_tokens, info.head_dim)
         store = KvStore(shape, dtype, arena, plan.owner)
-        fill(spec, views, source, progress)
-        _put(model, views)
-        fresh_rotary(model, arena.device)
+        with _own_stream(arena.device):
+            fill(spec, views, source, progress)
+            _put(model, views)
+            fresh_rotary(model, arena.device)
         built = True
         return Stage(plan, info, arena, engine, spec, store)
     finally:
@@ -162,20 +164,30 @@ def _build(
             arena.release(plan.owner)
 
 
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA, copy on a stream of our own: the serving thread's steps go on meanwhile."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def _engine(
     plan: StagePlan, info: ModelInfo, group: Any, device: torch.device
 ) -> tuple[Any, StageModel, ShardSpec]:
     """DeepSpeed's engine over the meta stage, the stage itself, and what this rank owns of it."""
     ds = deepspeed(device.type)
-    config = load_config(info)
-    dtype = torch_dtype(plan.dtype)
     with BUILD_LOCK, torch.no_grad():
-        model, _ = meta_stage(info.family, config, plan.lo, plan.hi, dtype)
+        model = meta_stage(info.family, load_config(info), plan.lo, plan.hi)
         rows = _row_parallel(model)
         settings: dict[str, Any] = {
             "tensor_parallel": {"tp_size": plan.tp, "tp_grain_size": GRAIN},
-            # The engine casts to what it knows; parameters get the plan's dtype from the arena.
-            "dtype": torch.float32 if dtype is torch.float64 else dtype,
+            # Meta parameters have no values to cast: theirs is the dtype of the arena's views.
+            "dtype": torch.float32,
             "replace_with_kernel_inject": False,
             "keep_module_on_host": True,
         }

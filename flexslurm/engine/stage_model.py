@@ -86,16 +86,16 @@ def load_config(info: ModelInfo) -> Any:
 
     try:
         with quiet_transformers():
-            return AutoConfig.from_pretrained(info.path, local_files_only=True)
+            return AutoConfig.from_pretrained(
+                info.path, local_files_only=True, trust_remote_code=False
+            )
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{info.path}/config.json: {reason}") from None
 
 
-def meta_stage(
-    family: Family, config: Any, lo: int, hi: int, dtype: torch.dtype
-) -> tuple[StageModel, Any]:
-    """The stage on the meta device, and the configuration it was built with.
+def meta_stage(family: Family, config: Any, lo: int, hi: int) -> StageModel:
+    """The stage on the meta device, in whatever dtype: parameters get theirs from the arena.
 
     transformers builds only these layers, numbered from 0: what depends on a layer's number in the
     whole model (the kind of attention) is cut to the same run.
@@ -115,7 +115,7 @@ def meta_stage(
     with quiet_transformers(), torch.device("meta"):
         # Straight from the class: from_config would change torch's default dtype for every thread.
         whole = causal_lm(own)
-    return StageModel(family, whole, first, last).to(dtype).eval(), own
+    return StageModel(family, whole, first, last).eval()
 
 
 def fresh_rotary(stage: StageModel, device: torch.device) -> None:
@@ -135,4 +135,4 @@ def tiny_meta_model(family: Family) -> StageModel:
     config.num_hidden_layers = 2
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = list(config.layer_types[:2])
-    return meta_stage(family, config, 0, 2, torch.float32)[0]
+    return meta_stage(family, config, 0, 2)

@@ -59,7 +59,7 @@ class _Sizes:
     tied: bool
 
 
-def write_tiny_model(  # noqa: PLR0917 - the tests of every part name these in this order
+def write_tiny_model(
     path: str | os.PathLike[str],
     family: str = "llama",
     layers: int = 6,
