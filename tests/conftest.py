@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -104,3 +105,33 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 def tiny_model(tiny_models: TinyModels) -> Path:
     """The everyday tiny model: llama, 6 layers, 6 heads, 3 KV heads, float64."""
     return tiny_models()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in float32: $FLEXSLURM_TEST_MODEL, or the prepared one.
+
+    It is prepared here when it is missing and pip can fetch it; the tests are skipped otherwise.
+    """
+    named = os.environ.get("FLEXSLURM_TEST_MODEL")
+    if named:
+        return Path(named).resolve(strict=True)
+    cache = ROOT / ".cache"
+    path = cache / "models" / "smollm2"
+    if (path / "prepared.json").is_file():
+        return path
+    return _prepare_once(cache, path)
+
+
+def _prepare_once(cache: Path, path: Path) -> Path:
+    """Prepare the model in the checkout's cache; other xdist workers wait for the first."""
+    from flexslurm.cli.model_prepare import MODELS, prepare_packaged
+    from flexslurm.errors import EnvironmentFault
+
+    cache.mkdir(exist_ok=True)
+    with (cache / "prepare.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return prepare_packaged(MODELS["smollm2"], path, "float32", lambda line: None)
+        except EnvironmentFault as error:
+            pytest.skip(f"SmolLM2 cannot be prepared here: {error.message}")
