@@ -42,8 +42,14 @@ class SlurmCluster:
 
     def __init__(self, directory: Path, say: Say) -> None:
         from flexslurm.slurm.sandbox import Sandbox
+        from flexslurm.slurm.sandbox_config import default_config
 
-        self._box = Sandbox(directory)
+        config = default_config()
+        # two GPUs a node: then each pilot has a node of its own, and one can be taken alone
+        nodes = {
+            name: n.model_copy(update={"gpus": min(n.gpus, 2)}) for name, n in config.nodes.items()
+        }
+        self._box = Sandbox(directory, config.model_copy(update={"nodes": nodes}))
         self._say = say
         self._job: str | None = None
 
@@ -64,9 +70,13 @@ class SlurmCluster:
         script = directory.path / "urgent.sh"
         script.write_text("#!/bin/sh\nexec sleep 600\n")
         job = client.submit(
-            script, "--partition=prio", f"--nodelist={node}", f"--gres=gpu:{pilot.gpu_type}:4",
-            "--job-name=urgent", f"--output={directory.logs}/urgent.log",
-        )  # fmt: skip
+            script,
+            "--partition=prio",
+            "--job-name=urgent",
+            f"--nodelist={node}",
+            f"--gres=gpu:{pilot.gpu_type}:{pilot.gpus}",
+            f"--output={directory.logs}/urgent.log",
+        )
         self._job, self._client = job.base, client
         return (
             f"job {job.base} of partition prio wants all of {node}: Slurm preempts {pilot.fragment}"

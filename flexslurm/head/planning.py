@@ -16,7 +16,7 @@ from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
 from flexslurm.messages import Pacing
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
-from flexslurm.planner.pipelines import Problem, StageKind
+from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.placement import GpuRef, Owned, PhysicalNode, place
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
