@@ -60,6 +60,8 @@ def plan_launch(
     from flexslurm.slurm.script import HeadSpec
 
     check_model(service.model.path)
+    if cluster == "local":
+        site = _on_this_machine(site)
     planner = ServicePlanner(service, site)
     pool = full_pool(service)
     gear = planner.choose(pool)
@@ -79,6 +81,12 @@ def plan_launch(
     return LaunchPlan(
         service, site, directory, cluster, head_here, gear, without, pilots, head
     )  # fmt: skip
+
+
+def _on_this_machine(site: Site) -> Site:
+    """Local processes reach each other over loopback, whatever network the site has."""
+    network = site.network.model_copy(update={"interface": "lo", "suffix": None, "subnet": None})
+    return site.model_copy(update={"network": network})
 
 
 def _less(pool: Signature, pilot: Pilot) -> Signature:

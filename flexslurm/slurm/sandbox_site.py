@@ -25,7 +25,8 @@ def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
             name: _partition(config, partition) for name, partition in config.partitions.items()
         },
         "head": {"cpus": 2, "memory": "1GiB"},
-        "network": {"node_link": {"bandwidth": "1GB/s", "latency": "50us"}},
+        # all nodes are this machine
+        "network": {"interface": "lo", "node_link": {"bandwidth": "1GB/s", "latency": "50us"}},
     }
     if config.head_partition is not None:
         data["head"]["partition"] = config.head_partition
