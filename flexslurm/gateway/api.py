@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 import flexslurm
-from flexslurm.errors import InvalidRequest, UnknownModel
+from flexslurm.errors import ContextTooLong, InvalidRequest, UnknownModel
 from flexslurm.gateway import problems, translate
 from flexslurm.gateway import responses as out
 from flexslurm.gateway.answers import AnswerSettings, ChatForm, Form, TextForm
@@ -88,8 +88,18 @@ class Gateway:
         self.bounds = bounds
         self.lifecycle = Lifecycle()
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Long texts in a thread: the tokenizer lets go of the interpreter meanwhile."""
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Long texts in a thread: the tokenizer lets go of the interpreter meanwhile.
+
+        Raises ContextTooLong, without tokenizing it, for a text that cannot fit.
+        """
+        fewest, context = self.text.fewest_tokens(text), self.context()
+        if fewest > context:
+            raise ContextTooLong(
+                f"the text's {len(text)} characters are at least {fewest} tokens; "
+                f"at most {context} are taken",
+                param=param,
+            )
         if len(text) <= self.bounds.inline_chars:
             return self.text.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(
@@ -106,9 +116,7 @@ class Gateway:
         form = TextForm(self._settings(plan, body), echo if body.echo else None)
         choices = self._choices(plan, body, in_context=True)
         if body.max_tokens == 0:  # with echo: nothing is generated
-            for choice in choices:
-                choice.finish_reason = "length"
-            return Response(form.whole(choices), media_type="application/json")
+            return _nothing_more(body, form, choices)
         return self._answer(plan, body, form, choices)
 
     async def chat(self, request_id: str, body: ChatBody) -> Response:
@@ -122,7 +130,9 @@ class Gateway:
             documents=body.documents,
             variables=body.chat_template_kwargs,
         )
-        tokens = await self.encode(rendered, add_special_tokens=body.add_special_tokens is True)
+        tokens = await self.encode(
+            rendered, "messages", add_special_tokens=body.add_special_tokens is True
+        )
         prompt = translate.check_prompt(tokens, self.text, "messages")
         plan = self._plan(request_id, body, [prompt])
         choices = self._choices(plan, body, in_context=body.continue_final_message)
@@ -132,7 +142,7 @@ class Gateway:
         tokens: Sequence[int] = (
             prompt
             if isinstance(prompt, tuple)
-            else await self.encode(prompt, add_special_tokens=add_special_tokens)
+            else await self.encode(prompt, "prompt", add_special_tokens=add_special_tokens)
         )
         return translate.check_prompt(tokens, self.text, "prompt")
 
@@ -146,7 +156,6 @@ class Gateway:
             request_id=request_id,
             text=self.text,
             limits=self.generator.limits(),
-            bounds=self.bounds,
             random_seed=lambda: secrets.randbits(63),
         )
 
@@ -211,7 +220,7 @@ class Gateway:
                 continue_final_message=body.continue_final_message,
                 variables=body.chat_template_kwargs,
             )
-        tokens = await self.encode(text, add_special_tokens=special)
+        tokens = await self.encode(text, "prompt", add_special_tokens=special)
         names = [self.text.token_name(t) for t in tokens] if body.return_token_strs else None
         return json_response(
             {
@@ -259,6 +268,16 @@ class Gateway:
         return (200 if state in READY_STATES else 503), body
 
 
+def _nothing_more(body: CompletionBody, form: TextForm, choices: list[Choice]) -> Response:
+    for choice in choices:
+        choice.finish_reason = "length"
+    if not body.stream:
+        return Response(form.whole(choices), media_type="application/json")
+    chunks = [form.chunk(choice, choice.take(), choices) for choice in choices]
+    events = b"".join([*chunks, form.closing(choices)])
+    return Response(events, media_type="text/event-stream")
+
+
 def json_response(value: object, status: int = 200) -> Response:
     return Response(out.encode(value), status, media_type="application/json")
 
@@ -298,6 +317,7 @@ def _add_model_routes(router: APIRouter, gateway: Gateway) -> None:
 def _add_service_routes(
     router: APIRouter, gateway: Gateway, extra_status: Callable[[], dict[str, Any]] | None
 ) -> None:
+    @router.head("/health", response_model=None, include_in_schema=False)
     @router.get("/health", response_model=None)
     async def health() -> Response:
         status, body = gateway.health()

@@ -40,7 +40,8 @@ def clean(text: str) -> str:
 
 def error_body(error: RequestError) -> ErrorBody:
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
-    return ErrorBody(clean(message), error.error_type, error.param, error.code)
+    param = None if error.param is None else clean(error.param)
+    return ErrorBody(clean(message), error.error_type, param, error.code)
 
 
 def answer(body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> Response:

@@ -18,10 +18,17 @@ from tokenizers import AddedToken, Tokenizer
 
 from flexslurm.errors import InvalidRequest, ModelError
 from flexslurm.gateway.chat_template import ChatTemplate
-from flexslurm.gateway.detokenize import Detokenizer, decoding_of
+from flexslurm.gateway.detokenize import (
+    Decoding,
+    Detokenizer,
+    WindowDecoding,
+    decoding_of,
+)
 
 # Enough tokens of the prompt for an unfinished character or a leading space to be seen.
 _CONTEXT_TOKENS = 16
+# Unicode normalization makes at most this many characters into one.
+_NORMALIZED_SHRINK = 4
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -56,6 +63,7 @@ class TextModel:
         self.defaults = defaults or SamplingDefaults()
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
         self._decoding = decoding_of(tokenizer)
+        self._most_chars = _most_chars_per_token(tokenizer, self._decoding)
 
     @classmethod
     def load(cls, path: Path, chat_template: Path | None = None) -> TextModel:
@@ -88,6 +96,10 @@ class TextModel:
             raise InvalidRequest("the text has a surrogate without its partner") from None
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that this text has at least, found without tokenizing it."""
+        return 0 if self._most_chars is None else len(text) // self._most_chars
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """All at once; for a prompt that is echoed, never for a stream."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
@@ -106,6 +118,14 @@ class TextModel:
     def token_name(self, token: int) -> str:
         """The token as the vocabulary spells it."""
         return self.tokenizer.id_to_token(token) or ""
+
+
+def _most_chars_per_token(tokenizer: Tokenizer, decoding: Decoding) -> int | None:
+    """Characters that one token can stand for; None where an unknown word of any length is one."""
+    if isinstance(decoding, WindowDecoding):
+        return None
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return _NORMALIZED_SHRINK * longest
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

@@ -99,6 +99,12 @@ def check_generation(body: GenerationBody, bounds: Bounds) -> None:
 
 def check_completion(body: CompletionBody, bounds: Bounds) -> None:
     check_generation(body, bounds)
+    if (body.n or 1) * len(body.prompt) > bounds.sequences:
+        raise InvalidRequest(
+            f"{body.n or 1} choices for each of {len(body.prompt)} prompts are more than the "
+            f"{bounds.sequences} sequences one request may have",
+            param="prompt" if (body.n or 1) == 1 else "n",
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of is not supported: give n alone", param="best_of")
     if body.echo and body.logprobs is not None:
@@ -202,17 +208,10 @@ def plan_request(
     request_id: str,
     text: TextModel,
     limits: Limits,
-    bounds: Bounds,
     random_seed: Callable[[], int],
 ) -> Plan:
     """The sequences of a request whose body has been checked. Raises a RequestError."""
     n = body.n or 1
-    if n * len(prompts) > bounds.sequences:
-        raise InvalidRequest(
-            f"{n} choices for each of {len(prompts)} prompts are more than the "
-            f"{bounds.sequences} sequences one request may have",
-            param="n",
-        )
     sampling = sampling_params(body, text)
     sequences: list[SequenceRequest] = []
     for prompt in prompts:

@@ -133,6 +133,8 @@ async def test_echo_puts_the_prompt_first() -> None:
         g.generator.requests.clear()
         none = await create(model=MODEL, prompt="go", echo=True, max_tokens=0)
         assert (none.choices[0].text, none.choices[0].finish_reason) == ("go", "length")
+        stream = await create(model=MODEL, prompt="go", echo=True, max_tokens=0, stream=True)
+        assert [c.choices[0].text async for c in stream] == ["go"]
         assert g.generator.requests == []
 
 
@@ -541,6 +543,26 @@ async def test_health_says_what_is_and_why() -> None:
             assert answer.status_code == status
             assert (body["state"], body["reason"]) == (state, f"because {state}")
             assert (body["gear"], body["epoch"], body["gpus"]) == ("g1", 3, 2)
+
+
+@in_loop
+async def test_health_answers_head_and_the_schema_is_there() -> None:
+    async with gateway(FakeGenerator(says("x"))) as g, httpx.AsyncClient() as http:
+        head = await http.head(g.url + "/health")
+        assert (head.status_code, head.content) == (200, b"")
+        schema = (await http.get(g.url + "/openapi.json")).json()
+        assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(schema["paths"])
+
+
+@in_loop
+async def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it() -> None:
+    async with gateway(FakeGenerator(says("x"))) as g, httpx.AsyncClient() as http:
+        text = "stream " * 200_000
+        fewest = small_text().fewest_tokens(text)
+        assert 256 < fewest <= len(small_text().encode(text, add_special_tokens=False))
+        answer = await http.post(g.url + COMPLETION, json={"prompt": text})
+        assert answer.status_code == 400
+        assert "characters are at least" in answer.json()["error"]["message"]
 
 
 @in_loop
