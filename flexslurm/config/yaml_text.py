@@ -196,7 +196,8 @@ def _places(root: yaml.Node, name: str, origin: Origin) -> Iterator[tuple[Loc, P
             raise _problem("nested too deeply, or an alias that contains itself", node)
         yield loc, Place(origin, name, line)
         if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
+            # From the last to the first: what is popped later wins, as our own key over a merged one.
+            for key, value in reversed(node.value):
                 waiting.append(((*loc, key.value), value, key.start_mark.line + 1))
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
