@@ -21,8 +21,9 @@ from flexslurm.errors import ModelError
 Progress = Callable[[str, int, int], None]
 """`(phase, done_bytes, total_bytes)`; may raise to cancel."""
 
-# Large tensors are read in pieces, so that what is read twice over (file, then arena) stays small.
-_PIECE_BYTES = 32 << 20
+# Large tensors are read in pieces: what is held twice (file, then arena) stays small, and so does
+# the time a serving thread waits for the reader of the file, which keeps the interpreter lock.
+_PIECE_BYTES = 8 << 20
 
 
 class WeightSource(Protocol):

@@ -35,7 +35,7 @@ class Rank:
     def __init__(self, rank: int, store: str) -> None:
         self.rank = rank
         self.store = torch.distributed.FileStore(store, -1)
-        self.arena = Arena(64 << 20)
+        self.arena = Arena(2 << 30)
         self.groups: dict[int, Group] = {}
         self.stages: list[Stage] = []
         self.weights: dict[str, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from engine_harness import prompts_of, reference
 
+from flexslurm.engine.families import check_model
 from flexslurm.engine.tiny import TINY_FAMILIES
 from tests.cluster.engine_ranks import KEY
 
@@ -167,6 +168,23 @@ def test_degrees_follow_each_other_in_one_process(ranks: Ranks, tiny_model: Path
         assert ranks.call(tp, "answers", prompts, WANTED, 0) == [wanted] * tp
         sizes = ranks.call(tp, "sizes")
         assert all(found == sizes[0] for found in sizes), "every rank knows every rank's share"
+
+
+def test_a_real_model_in_float32(ranks: Ranks) -> None:
+    from transformers import AutoTokenizer
+
+    path = os.environ.get("FLEXSLURM_TEST_MODEL")
+    if path is None:
+        pytest.skip("FLEXSLURM_TEST_MODEL names no checkpoint")
+    tokenizer, layers = AutoTokenizer.from_pretrained(path), check_model(path).num_layers
+    prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France is", "Once upon")]
+    wanted = reference(Path(path), prompts, 10)
+    for tp, cuts in ((2, (0, layers)), (3, (0, layers // 3, layers))):
+        ranks.call(tp, "build", path, cuts, tp, "float32")
+        assert ranks.call(tp, "answers", prompts, 10, 1) == [wanted] * tp
+        for memory in ranks.call(tp, "memory", path):
+            assert all(m[0] == m[1] and m[2] == m[3] for m in memory)
+    assert ranks.call(RANKS, "close") == [0] * RANKS
 
 
 def test_forked_ranks_may_use_threads(ranks: Ranks) -> None:
