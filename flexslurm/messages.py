@@ -553,6 +553,8 @@ class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     worker: str | None
     slot: str | None
+    pid: int = 0
+    """Of the worker, on its node; 0: none runs."""
 
 
 class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -188,48 +188,77 @@ def refuse_if_running(directory: ServiceDir) -> None:
 
 
 def execute(plan: LaunchPlan, say: Say) -> None:
-    """Submit pilots and head. What was submitted is cancelled when a later step fails."""
+    """Submit pilots and head; pilots that an earlier launch left running are taken over.
+
+    What was submitted is cancelled when a later step fails.
+    """
+    directory = plan.directory
+    directory.create()
+    _write_files(plan)
+    alive = _pilots_alive(plan)
+    submitter, done, new = make_submitter(plan), list[Pilot](), list[str]()
+    try:
+        for pilot, spec in plan.pilots:
+            taken_over = alive.get(pilot.fragment)
+            job = taken_over or submitter.submit(spec)
+            done.append(msgspec.structs.replace(pilot, job_id=job))
+            directory.write_pilots(Pilots(plan.cluster, tuple(done)))
+            if taken_over is None:
+                new.append(job)
+            say(_submitted(plan, done[-1], taken_over is not None))
+        head = head_submitter(plan).submit(plan.head)
+        directory.write_pilots(Pilots(plan.cluster, tuple(done), head))
+        say(f"submitted the head: job {head}")
+    except BaseException:
+        if new:
+            submitter.cancel(new)
+            say(f"cancelled the {len(new)} pilots that were submitted")
+        left = tuple(pilot for pilot in done if pilot.job_id not in new)
+        directory.write_pilots(Pilots(plan.cluster, left))
+        raise
+
+
+def _write_files(plan: LaunchPlan) -> None:
     import yaml
 
     from flexslurm.wire.files import write_atomically
 
     directory = plan.directory
-    directory.create()
-    _refuse_live_jobs(plan)
     for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
         text = yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False)
         write_atomically(path, text.encode(), mode=0o600)
-    submitter, done = make_submitter(plan), list[Pilot]()
-    try:
-        for pilot, spec in plan.pilots:
-            job = submitter.submit(spec)
-            done.append(msgspec.structs.replace(pilot, job_id=job))
-            directory.write_pilots(Pilots(plan.cluster, tuple(done)))
-            where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
-            say(f"submitted {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {job}")
-        head = head_submitter(plan).submit(plan.head)
-        directory.write_pilots(Pilots(plan.cluster, tuple(done), head))
-        say(f"submitted the head: job {head}")
-    except BaseException:
-        if done:
-            submitter.cancel([pilot.job_id for pilot in done])
-            say(f"cancelled the {len(done)} pilots that were submitted")
-        directory.write_pilots(Pilots(plan.cluster))
-        raise
 
 
-def _refuse_live_jobs(plan: LaunchPlan) -> None:
-    """Pilots of an earlier launch that still run would mix with the new ones."""
+def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:
+    where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
+    what = "took over" if taken_over else "submitted"
+    return f"{what} {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {pilot.job_id}"
+
+
+def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
+    """Jobs of an earlier launch that still wait or run, by fragment; their head is dead.
+
+    Raises ServiceExists when they are not pilots of this pool.
+    """
     before = plan.directory.pilots()
-    if before is None or not before.pilots or before.cluster != plan.cluster:
-        return
-    states = make_submitter(plan).states([pilot.job_id for pilot in before.pilots])
-    alive = [job for job, info in states.items() if not info.state.over and info.known]
-    if alive:
+    if before is None or not before.pilots:
+        return {}
+    states = make_submitter(plan).states([p.job_id for p in before.pilots])
+    alive = [p for p in before.pilots if states[p.job_id].known and not states[p.job_id].state.over]
+    wanted = {p.fragment: p for p, _ in plan.pilots}
+    others = [
+        p.job_id
+        for p in alive
+        if before.cluster != plan.cluster
+        or p.fragment not in wanted
+        or msgspec.structs.replace(p, job_id="") != wanted[p.fragment]
+    ]
+    if others:
         raise ServiceExists(
-            f"jobs of an earlier launch are still there: {', '.join(alive)}",
+            f"jobs of an earlier launch with another pool are still there: {', '.join(others)}",
             hint=f"flexslurm stop {plan.service.name} ends them",
         )
+    return {p.fragment: p.job_id for p in alive}
 
 
 def wait_until_serving(

@@ -37,6 +37,7 @@ class WorkerRecord:
     at: GpuAt
     state: WorkerState
     heard_at: float
+    pid: int = 0
 
 
 @dataclass(slots=True)

@@ -208,7 +208,7 @@ class Control:
         if known is not None and known.worker != sender and known.state is WorkerState.READY:
             return [Send(sender, WorkerExit(reason=f"GPU {hello.gpu} has another worker"))]
         at = GpuAt(agent.id, hello.gpu)
-        agent.workers[hello.gpu] = WorkerRecord(sender, at, WorkerState.READY, now)
+        agent.workers[hello.gpu] = WorkerRecord(sender, at, WorkerState.READY, now, hello.pid)
         return [Send(sender, self._worker_welcome())]
 
     def _on_agent(self, now: float, agent: AgentRecord, message: Message) -> list[Action]:

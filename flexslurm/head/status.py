@@ -104,14 +104,7 @@ def _without_agent(pilot: Pilot, job: JobView | None) -> FragmentStatus:
 def _of_agent(
     agent: AgentRecord, control: Control, slots: Mapping[GpuAt, Slot], now: float
 ) -> FragmentStatus:
-    gpus = tuple(
-        GpuStatus(
-            index=gpu.index,
-            worker=agent.workers[gpu.index].worker if gpu.index in agent.workers else None,
-            slot=str(slots[at]) if (at := GpuAt(agent.id, gpu.index)) in slots else None,
-        )
-        for gpu in agent.hello.gpus
-    )
+    gpus = tuple(_of_gpu(agent, gpu.index, slots) for gpu in agent.hello.gpus)
     serving = any(gpu.slot for gpu in gpus)
     state, detail = "serving" if serving else "ready", ""
     if agent.hello.fragment in control.members.cordoned:
@@ -128,4 +121,15 @@ def _of_agent(
         state=state,
         detail=detail,
         gpus=gpus,
+    )
+
+
+def _of_gpu(agent: AgentRecord, index: int, slots: Mapping[GpuAt, Slot]) -> GpuStatus:
+    worker = agent.workers.get(index)
+    slot = slots.get(GpuAt(agent.id, index))
+    return GpuStatus(
+        index=index,
+        worker=worker.worker if worker is not None else None,
+        slot=str(slot) if slot is not None else None,
+        pid=worker.pid if worker is not None else 0,
     )

@@ -1,0 +1,197 @@
+"""A whole service on local processes: whatever is lost, streams go on with the right tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli import launch as launching
+from flexslurm.messages import StatusAnswer
+from tests.service_harness import (
+    Ask,
+    RunningService,
+    finish,
+    oracle,
+    running,
+    some_asks,
+    tiny_service,
+    tiny_site,
+)
+
+pytestmark = [pytest.mark.timeout(240)]
+FULL = "a100:2x2,l40s:2"
+POOL = [("a100", 2, 2), ("l40s", 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
+    """Six virtual GPUs so small that the model needs at least four of them."""
+    home = tmp_path_factory.mktemp("service")
+    site = tiny_site(a100="330kB", l40s="250kB")
+    with running(home, tiny_service(tiny_model, POOL, memory_fraction=1.0), site) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    return oracle(tiny_model, some_asks(6, 40))
+
+
+@pytest.fixture
+def whole(service: RunningService) -> Iterator[RunningService]:
+    """The service on its full pool, before and after the test."""
+    service.until(serves_all)
+    yield service
+    service.until(serves_all)
+    status = service.status()
+    assert status.running == 0 and status.waiting == 0 and status.kv_used == 0.0
+
+
+def serves_all(status: StatusAnswer) -> bool:
+    return (
+        status.state == "serving" and status.gear is not None and str(status.gear.signature) == FULL
+    )
+
+
+def check(asks: list[Ask], expected: list[list[int]]) -> None:
+    assert [ask.error for ask in asks] == [""] * len(asks)
+    assert [ask.finish for ask in asks] == ["length"] * len(asks)
+    assert [ask.tokens for ask in asks] == expected
+
+
+def in_the_middle(asks: list[Ask]) -> None:
+    """Wait until every stream has some tokens and none is done."""
+    import time
+
+    deadline = time.monotonic() + 60
+    while not all(len(ask.tokens) >= 3 for ask in asks):
+        assert time.monotonic() < deadline, [len(ask.tokens) for ask in asks]
+        assert not any(ask.error for ask in asks), asks
+        time.sleep(0.01)
+    assert all(ask.finish is None for ask in asks), "the streams were too short to be disturbed"
+
+
+def test_undisturbed_streams_have_the_tokens_of_transformers(
+    whole: RunningService, expected: list[list[int]]
+) -> None:
+    asks = some_asks(6, 40)
+    whole.run(asks)
+    check(asks, expected)
+
+
+def test_the_gear_spans_both_types_and_needs_them(whole: RunningService) -> None:
+    gear = whole.status().gear
+    assert gear is not None
+    assert {s.gpu_type for r in gear.replicas for s in r.stages} == {"a100", "l40s"}
+
+
+def test_a_killed_worker(whole: RunningService, expected: list[list[int]]) -> None:
+    asks = some_asks(6, 40)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    epoch = whole.status().epoch
+    os.kill(next(iter(whole.worker_pids().values())), signal.SIGKILL)
+    finish(threads, 90)
+    check(asks, expected)
+    assert whole.status().epoch > epoch
+
+
+def test_a_worker_that_hangs(whole: RunningService, expected: list[list[int]]) -> None:
+    asks = some_asks(6, 40)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    victim = next(iter(whole.worker_pids().values()))
+    os.kill(victim, signal.SIGSTOP)
+    finish(threads, 90)
+    check(asks, expected)
+    with pytest.raises(ProcessLookupError):
+        os.kill(victim, 0)
+
+
+def test_a_preempted_pilot_leaves_and_comes_back(
+    whole: RunningService, expected: list[list[int]]
+) -> None:
+    asks = some_asks(6, 40)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    whole.submitter.preempt(whole.job_of("a100-2"), grace_s=5.0, away_s=1.0)
+    finish(threads, 90)
+    check(asks, expected)
+    assert any("must leave" in str(shift["why"]) for shift in whole.status().shifts)
+
+
+def test_a_killed_agent(whole: RunningService, expected: list[list[int]]) -> None:
+    asks = some_asks(6, 40)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    whole.kill("--fragment l40s-1")
+    finish(threads, 90)
+    check(asks, expected)
+    resubmit(whole, "l40s-1")
+
+
+def test_all_pilots_at_once_without_notice(
+    whole: RunningService, expected: list[list[int]]
+) -> None:
+    asks = some_asks(6, 40)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    for fragment in ("a100-1", "a100-2", "l40s-1"):
+        whole.kill(f"--fragment {fragment}")
+    status = whole.until(lambda s: s.state == "waiting")
+    assert "there are no GPUs" in status.reason and status.waiting == 6
+    for fragment in ("a100-1", "a100-2", "l40s-1"):
+        resubmit(whole, fragment)
+    finish(threads, 90)
+    check(asks, expected)
+
+
+def test_a_killed_head_is_launched_again_and_takes_the_pilots_over(
+    whole: RunningService, expected: list[list[int]]
+) -> None:
+    asks = some_asks(2, 400)
+    threads = whole.start(asks)
+    in_the_middle(asks)
+    before, jobs = whole.status(), whole.directory.pilots()
+    whole.kill("flexslurm.head.main")
+    finish(threads, 30)  # their connections died with the head
+    said: list[str] = []
+    launching.execute(whole.plan, said.append)
+    launching.wait_until_serving(whole.plan, said.append, 60)
+    after, now = whole.directory.pilots(), whole.until(serves_all)
+    assert jobs is not None and after is not None and after.pilots == jobs.pilots
+    assert now.head != before.head and now.epoch > before.epoch
+    assert any("took over a100-1" in line for line in said)
+    again = some_asks(6, 40)
+    whole.run(again)
+    check(again, expected)
+
+
+def test_two_hundred_streams_of_mixed_lengths(whole: RunningService, tiny_model: Path) -> None:
+    asks = some_asks(200, 1, seed=3)
+    for number, ask in enumerate(asks):
+        ask.max_tokens = 3 + number % 12
+    whole.run(asks, 150)
+    assert [ask.error for ask in asks] == [""] * 200
+    assert [len(ask.tokens) for ask in asks] == [ask.max_tokens for ask in asks]
+    chosen = asks[::25]
+    assert [ask.tokens for ask in chosen] == oracle(tiny_model, chosen)
+
+
+def resubmit(service: RunningService, fragment: str) -> None:
+    """What the keeper of a pool does: a new job for a pilot that has ended."""
+    import msgspec
+
+    spec = next(spec for pilot, spec in service.plan.pilots if pilot.fragment == fragment)
+    job = service.submitter.submit(spec)
+    pilots = service.directory.pilots()
+    assert pilots is not None
+    renewed = tuple(
+        msgspec.structs.replace(p, job_id=job) if p.fragment == fragment else p
+        for p in pilots.pilots
+    )
+    service.directory.write_pilots(msgspec.structs.replace(pilots, pilots=renewed))

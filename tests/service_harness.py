@@ -1,0 +1,248 @@
+"""A whole service as users run it: launched by the command's own code, as local processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import yaml
+
+from flexslurm.cli import launch as launching
+from flexslurm.cli.ask import ask_status
+from flexslurm.cli.stopping import stop_service
+from flexslurm.config.schema import parse_section
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.engine.sampling import sample
+from flexslurm.errors import ServiceUnreachable
+from flexslurm.messages import ChunkSampling, SamplingParams, StatusAnswer
+from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.wire.service_dir import ServiceDir
+
+
+@dataclass
+class Ask:
+    """One request to /v1/completions by token ids, and what came of it."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finish: str | None = None
+    error: str = ""
+
+
+class RunningService:
+    """A launched service and its client."""
+
+    def __init__(self, directory: ServiceDir, plan: launching.LaunchPlan) -> None:
+        self.directory, self.plan = directory, plan
+        self.submitter = LocalSubmitter(directory.path)
+
+    def status(self) -> StatusAnswer:
+        return ask_status(self.directory)
+
+    @property
+    def endpoint(self) -> str:
+        head = self.directory.head()
+        assert head is not None
+        return head.api
+
+    def until(self, what: Callable[[StatusAnswer], bool], timeout_s: float = 60.0) -> StatusAnswer:
+        """The first status of which `what` is true; fails the test after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        last: object = None
+        while time.monotonic() < deadline:
+            try:
+                answer = self.status()
+            except ServiceUnreachable as error:
+                last = error
+            else:
+                if what(answer):
+                    return answer
+                last = (answer.state, answer.epoch, answer.reason, answer.shifts[-2:])
+            time.sleep(0.05)
+        raise AssertionError(f"not within {timeout_s} s; last seen: {last}")
+
+    def start(self, asks: Sequence[Ask]) -> list[threading.Thread]:
+        threads = [
+            threading.Thread(target=stream, args=(self.endpoint, ask), daemon=True) for ask in asks
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def run(self, asks: Sequence[Ask], timeout_s: float = 90.0) -> None:
+        finish(self.start(asks), timeout_s)
+
+    def job_of(self, fragment: str) -> str:
+        pilots = self.directory.pilots()
+        assert pilots is not None
+        return next(p.job_id for p in pilots.pilots if p.fragment == fragment)
+
+    def process(self, text: str) -> int:
+        """The process id of the service's process whose command line holds `text`."""
+        found = list(self.processes(text))
+        assert found, f"no process of this service with '{text}'"
+        return found[0]
+
+    def processes(self, text: str) -> Iterator[int]:
+        mine = str(self.directory.path)
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+                if mine in line and text in line and "local_job" not in line:
+                    yield int(entry.name)
+
+    def kill(self, text: str) -> None:
+        os.kill(self.process(text), signal.SIGKILL)
+
+    def worker_pids(self) -> dict[str, int]:
+        """Process ids of workers by slot, from the agents' own records in the head's status."""
+        return {
+            gpu.slot: gpu.pid
+            for fragment in self.status().fragments
+            for gpu in fragment.gpus
+            if gpu.slot is not None and gpu.pid
+        }
+
+
+def finish(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    assert not any(thread.is_alive() for thread in threads), f"a stream hangs after {timeout_s} s"
+
+
+def stream(endpoint: str, ask: Ask) -> None:
+    """Run one streamed completion to its end."""
+    parts = urlsplit(endpoint)
+    connection = HTTPConnection(parts.hostname or "", parts.port or 0, timeout=120)
+    body = {
+        "model": "tiny", "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True,
+        "temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **ask.sampling,
+    }  # fmt: skip
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            ask.error = response.read().decode()
+            return
+        for line in response:
+            if line.startswith(b"data: {"):
+                _take(ask, json.loads(line[6:]))
+    except OSError as error:
+        ask.error = repr(error)
+    finally:
+        connection.close()
+
+
+def _take(ask: Ask, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        ask.error = str(chunk["error"])
+    for choice in chunk.get("choices", ()):
+        ids = choice.get("token_ids") or []
+        ask.tokens += ids
+        ask.times += [time.monotonic()] * len(ids)
+        ask.finish = choice.get("finish_reason") or ask.finish
+
+
+@contextmanager
+def running(
+    home: Path, service: dict[str, Any], site: dict[str, Any], timeout_s: float = 90.0
+) -> Iterator[RunningService]:
+    """Launch a local service, and end it whatever happens."""
+    made = parse_section(Service, yaml.safe_dump(service), "service.yaml")
+    place = parse_section(Site, yaml.safe_dump(site), "site.yaml")
+    directory = ServiceDir(home / "service")
+    plan = launching.plan_launch(made, place, directory, "local", True)
+    said: list[str] = []
+    try:
+        launching.execute(plan, said.append)
+        launching.wait_until_serving(plan, said.append, timeout_s)
+        yield RunningService(directory, plan)
+    finally:
+        stop_service(directory, 0.0, 30.0, said.append)
+
+
+def tiny_site(**memory: str) -> dict[str, Any]:
+    """Two virtual GPU types; memory by type, such as a100="2MiB"."""
+    return {
+        "name": "test",
+        "slurm": {"poll_interval": "0.2s", "kill_wait": "2s"},
+        "gpu_types": {
+            name: {"memory": memory.get(name, "64MiB"), "virtual": {}} for name in ("a100", "l40s")
+        },
+    }
+
+
+def tiny_service(
+    model: Path, pool: Sequence[tuple[str, int, int]], **serving: Any
+) -> dict[str, Any]:
+    """A service of a tiny model; pool entries are (GPU type, GPUs, count)."""
+    return {
+        "name": "tiny",
+        "model": {"path": str(model), "dtype": "float64", "name": "tiny"},
+        "pool": [{"gpu_type": t, "gpus": g, "count": c} for t, g, c in pool],
+        "serving": {
+            "block_tokens": 16, "max_batch": 16, "max_batch_tokens": 64, "max_context": 512,
+            "heartbeat": "0.3s", "lost_after": "3s", **serving,
+        },
+        "workload": {"prompt_tokens": 32, "output_tokens": 32},
+        "decisions": {"min_action_gap_sec": 0, "migration_benefit_ratio": 1.0},
+    }  # fmt: skip
+
+
+def oracle(model: Path, asks: Sequence[Ask]) -> list[list[int]]:
+    """The tokens `transformers` gives on the whole model, by our sampler's rule where sampled."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    return [_oracle_one(whole, ask) for ask in asks]
+
+
+def _oracle_one(whole: Any, ask: Ask) -> list[int]:
+    greedy = not ask.sampling.get("temperature")
+    tokens, cache, given = list(ask.prompt), None, list(ask.prompt)
+    with torch.inference_mode():
+        for position in range(ask.max_tokens):
+            out = whole(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits = out.logits[0, -1:]
+            if greedy:
+                token = int(logits.argmax())
+            else:
+                params = SamplingParams(
+                    temperature=ask.sampling["temperature"], seed=ask.sampling["seed"]
+                )
+                token = sample(logits, [ChunkSampling(params=params, position=position)])[0][0]
+            tokens.append(token)
+            given = [token]
+    return tokens[len(ask.prompt) :]
+
+
+def some_asks(count: int, max_tokens: int, seed: int = 0) -> list[Ask]:
+    """Prompts of different lengths; every other one sampled with a seed."""
+    made = []
+    for i in range(count):
+        prompt = [(seed * 31 + i * 7 + j * 13) % 200 + 1 for j in range(5 + 9 * i % 60)]
+        sampling = {} if i % 2 == 0 else {"temperature": 0.9, "seed": 100 + i}
+        made.append(Ask(prompt, max_tokens, sampling))
+    return made
