@@ -69,7 +69,7 @@ class LocalSubmitter:
     def preempt(self, job_id: str, *, grace_s: float, away_s: float = 1.0) -> None:
         """Take the job's GPUs as Slurm would: SIGTERM, `grace_s`, SIGKILL; back after `away_s`."""
         keeper = self._keeper(job_id)
-        if keeper is None:
+        if keeper is None or self._state(job_id).state is not JobState.RUNNING:
             raise SlurmError(f"the local job {job_id} does not run")
         _write(self._jobs / job_id / "preempt.json", {"grace_s": grace_s, "away_s": away_s})
         processes.send(keeper, signal.SIGUSR1)

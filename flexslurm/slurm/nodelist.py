@@ -17,6 +17,8 @@ _NOBODY = frozenset({"", "(null)", "n/a", "none", "none assigned", "unknown"})
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$", re.ASCII)
 _LITERAL = re.compile(r"[^\[\]]*")
 _TRAILING_NUMBER = re.compile(r"^(.*?)(\d+)$", re.ASCII | re.DOTALL)
+_COUNT = re.compile(r"^(\d{1,9})(?:\(x(\d{1,9})\))?$", re.ASCII)
+_SYNTAX = re.compile(r"[\[\],\s]")
 _MAX_DIGITS = 18
 
 
@@ -98,51 +100,54 @@ def _numbers(inside: str, text: str) -> list[str]:
 def compress(names: Iterable[str]) -> str:
     """A node list that expands to `names`, in their order, runs of numbers in brackets.
 
-    Names are taken as they are; one with a comma, a blank or a bracket raises SlurmError.
+    Raises SlurmError for what cannot be a node's name.
     """
     out: list[str] = []
-    run: list[str] = []
-    stem: tuple[str, int] | None = None
-
-    def flush() -> None:
-        if stem is None or len(run) == 1:
-            out.extend(run and [(stem[0] if stem else "") + run[0]])
-        elif run:
-            out.append(f"{stem[0]}[{_ranges(run)}]")
-        run.clear()
-
+    prefix, numbers = "", list[str]()
     for name in names:
-        if not name or re.search(r"[\[\],\s]", name) or name.lower() in _NOBODY:
-            raise SlurmError(f"'{name}' is not a node name")
+        if not name or _SYNTAX.search(name):
+            raise SlurmError(f"'{_short(name)}' is not a node name")
         match = _TRAILING_NUMBER.match(name)
-        if match is None or len(match[2]) > _MAX_DIGITS:
-            flush()
-            stem = None
+        stem, digits = (match[1], match[2]) if match else (name, "")
+        if numbers and (stem != prefix or len(digits) > _MAX_DIGITS or not digits):
+            out.append(_item(prefix, numbers))
+            numbers = []
+        if not digits or len(digits) > _MAX_DIGITS:
             out.append(name)
-            continue
-        here = (match[1], _padding(match[2]))
-        if stem != here:
-            flush()
-        stem = here
-        run.append(match[2])
-    flush()
-    return ",".join(out)
-
-
-def _padding(digits: str) -> int:
-    """The width of a zero-padded number; 0 for one without padding."""
-    return len(digits) if digits.startswith("0") and len(digits) > 1 else 0
-
-
-def _ranges(numbers: list[str]) -> str:
-    parts: list[list[str]] = []
-    for digits in numbers:
-        last = parts[-1][-1] if parts else None
-        if last is not None and int(digits) == int(last) + 1 and len(digits) >= len(last):
-            parts[-1] = [parts[-1][0], digits]
         else:
-            parts.append([digits])
-    return ",".join("-".join(part) for part in parts)
+            prefix = stem
+            numbers.append(digits)
+    if numbers:
+        out.append(_item(prefix, numbers))
+    text = ",".join(out)
+    if text.lower() in _NOBODY and text:
+        raise SlurmError(f"'{text}' is how Slurm says that there is no node")
+    return text
+
+
+def _item(prefix: str, numbers: list[str]) -> str:
+    if len(numbers) == 1:
+        return prefix + numbers[0]
+    ranges: list[list[str]] = []
+    for digits in numbers:
+        if ranges:
+            first, last = ranges[-1][0], ranges[-1][-1]
+            if digits == f"{int(last) + 1:0{len(first)}d}":
+                ranges[-1] = [first, digits]
+                continue
+        ranges.append([digits])
+    return f"{prefix}[{','.join('-'.join(pair) for pair in ranges)}]"
+
+
+def expand_counts(text: str) -> list[int]:
+    """Counts per node as in SLURM_TASKS_PER_NODE: `2(x3),1` is [2, 2, 2, 1]. Raises SlurmError."""
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = _COUNT.match(piece.strip())
+        if match is None or len(counts) + int(match[2] or 1) > MAX_NODES:
+            raise SlurmError(f"cannot read the counts '{_short(text)}'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _short(text: str) -> str:

@@ -101,15 +101,18 @@ def send(process: Process, number: signal.Signals) -> None:
 def end_all(find: Callable[[], list[Process]], term_s: float, kill_s: float) -> list[Process]:
     """End what `find` finds: SIGTERM, SIGKILL after `term_s`, until nothing is found.
 
-    `find` is asked again and again, since a process may start others while it ends. Returns what
-    still lives after `term_s + kill_s`.
+    `find` is asked again and again, since a process may start others while it ends, and until it
+    finds nothing twice, since one that is just being started cannot be told yet. Returns what still
+    lives after `term_s + kill_s`.
     """
     started = time.monotonic()
     told: set[tuple[int, int]] = set()
+    empty = 0
     while True:
         left = find()
         waited = time.monotonic() - started
-        if not left or waited > term_s + kill_s:
+        empty = 0 if left else empty + 1
+        if empty == 2 or waited > term_s + kill_s:
             return left
         for process in left:
             if waited >= term_s:

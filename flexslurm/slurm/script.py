@@ -105,7 +105,8 @@ def head_options(spec: HeadSpec, head: HeadSettings) -> list[str]:
         f"--cpus-per-task={head.cpus}",
         f"--mem={max(1, head.memory // 2**20)}M",
         "--requeue",
-        f"--signal=USR1@{warning_s(head.walltime)}",
+        # The head is the batch step itself: only with B: does it hear this.
+        f"--signal=B:USR1@{warning_s(head.walltime)}",
     ]
     if head.partition is not None:
         options.append(f"--partition={head.partition}")
@@ -195,20 +196,27 @@ def _give_back(scontrol: str) -> list[str]:
     """Requeue where the step asks for it, or was ended by SIGTERM before it could handle it.
 
     Slurm before 24.05 takes a job that ends during the grace time for finished and does not
-    requeue it.
+    requeue it. But a requeue would bring a cancelled job back to life: then the batch shell has got
+    SIGTERM too, and the job no longer runs.
     """
-    again = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_GIVE_BACKS} ]'
+    command = shlex.quote(scontrol)
     return [
-        f'if {{ [ "$status" -eq {EXIT_GIVE_BACK} ] || [ "$status" -eq 143 ]; }} && {again}; then',
-        f'  {shlex.quote(scontrol)} requeue "$SLURM_JOB_ID" && sleep 60',
+        f'if [ "$status" -eq {EXIT_GIVE_BACK} ] || [ "$status" -eq 143 ]; then',
+        "  sleep 1",
+        f"  again=$((${{SLURM_RESTART_COUNT:-0}} < {MAX_GIVE_BACKS}))",
+        f'  case "$told:$again:$({command} show job -o "$SLURM_JOB_ID")" in',
+        f'    :1:*" JobState=RUNNING "*) {command} requeue "$SLURM_JOB_ID" && sleep 60 ;;',
+        "  esac",
         "fi",
     ]
 
 
 def _environment(site: Site, env: Mapping[str, str]) -> list[str]:
     lines = [
-        "# The batch shell outlives the warning: only its step may react to it.",
-        "trap : TERM USR1 USR2 CONT",
+        "# The batch shell outlives a warning: its step, or what it becomes, reacts to it.",
+        "told=",
+        "trap told=yes TERM",
+        "trap : USR1 USR2 CONT",
         "# sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.",
         "unset SLURM_TRES_PER_TASK",
     ]

@@ -1,0 +1,74 @@
+"""Local processes as a Submitter, and what only they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from submitter_suite import Diary, SubmitterSuite, wait
+
+from flexslurm.errors import SlurmError
+from flexslurm.slurm import processes
+from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.slurm.states import JobState
+
+
+@pytest.fixture
+def submitter(tmp_path: Path) -> LocalSubmitter:
+    return LocalSubmitter(tmp_path / "svc", kill_wait_s=0.5)
+
+
+class TestLocal(SubmitterSuite):
+    def test_another_process_sees_and_ends_the_job(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        diary = Diary(tmp_path / "diary")
+        job_id = submitter.submit(self.spec(tmp_path))
+        wait(lambda: diary.of("start"), 10, "the task starts")
+        other = LocalSubmitter(tmp_path / "svc")
+        assert other.states([job_id])[job_id].state is JobState.RUNNING
+        (task,) = diary.of("start")
+        assert os.getsid(int(str(task["pid"]))) == task["pid"] != os.getsid(0)
+        other.cancel([job_id])
+        wait(self.reached(submitter, job_id, JobState.CANCELLED), 5, "it is cancelled")
+
+    def test_an_acted_preemption_warns_kills_and_returns(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        diary = Diary(tmp_path / "diary")
+        job_id = submitter.submit(self.spec(tmp_path))
+        wait(lambda: diary.of("start"), 10, "the task starts")
+        submitter.preempt(job_id, grace_s=1.0, away_s=0.2)
+        wait(lambda: diary.of("SIGTERM"), 5, "it is told at once")
+        wait(lambda: self.state(submitter, job_id).preempt_in_s is not None, 5, "it is visible")
+        info = self.state(submitter, job_id)
+        assert info.state is JobState.RUNNING and 0 < (info.preempt_in_s or 0) <= 1.0
+        wait(lambda: len(diary.of("start")) == 2, 10, "it comes back")
+        first, second = diary.of("start")
+        assert float(str(second["at"])) - float(str(first["at"])) > 1.0
+        assert second["restarts"] == "1" and self.state(submitter, job_id).restarts == 1
+        submitter.cancel([job_id])
+        wait(self.reached(submitter, job_id, JobState.CANCELLED), 5, "it is cancelled")
+        with pytest.raises(SlurmError, match="does not run"):
+            submitter.preempt(job_id, grace_s=1.0)
+
+    def test_tasks_outlive_a_killed_keeper_and_can_be_ended(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        diary = Diary(tmp_path / "diary")
+        job_id = submitter.submit(self.spec(tmp_path))
+        wait(lambda: diary.of("start"), 10, "the task starts")
+        keeper = submitter._keeper(job_id)
+        assert keeper is not None
+        processes.send(keeper, signal.SIGKILL)
+        wait(lambda: self.state(submitter, job_id).reason, 5, "the keeper's end is seen")
+        assert self.state(submitter, job_id).state is JobState.RUNNING
+        submitter.cancel([job_id])
+        wait(self.reached(submitter, job_id, JobState.FAILED), 5, "the task is gone")
+
+    def test_a_command_that_does_not_exist(self, submitter: LocalSubmitter, tmp_path: Path) -> None:
+        job_id = submitter.submit(self.spec(tmp_path, command=("/no/such/program",)))
+        wait(self.reached(submitter, job_id, JobState.FAILED), 5, "it fails")
+        assert "No such file" in self.state(submitter, job_id).reason
