@@ -161,7 +161,11 @@ def _resolve(kind: type[BaseModel], data: Any, assignment: Assignment) -> Loc:
             index = _index(parts[0], data, assignment)
             loc, parts, data = (*loc, index), parts[1:], data[index]
             continue
-        mapping = data if isinstance(data, dict) else {}
+        if not isinstance(data, dict) and data is not None:
+            source = None if assignment.place is None else str(assignment.place)
+            words = f"{dotted(loc)} holds a value and no keys"
+            raise ConfigError(words, file=source, key=assignment.key)
+        mapping = data or {}
         key, used = _longest_key(parts, [*mapping, *legal_keys(kind, loc)], loose)
         loc, parts, data = (*loc, key), parts[used:], mapping.get(key)
     return loc

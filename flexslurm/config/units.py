@@ -48,10 +48,12 @@ class Quantity:
         """`value` (in base units) in the largest unit that writes it exactly and in short."""
         for unit, factor in self.units:
             scaled = value / factor
-            text = f"{scaled:.6g}"
-            if scaled >= 1 and "e" not in text and math.isclose(float(text) * factor, value):
+            text = f"{scaled:.10g}"
+            exact = math.isclose(float(text) * factor, value, rel_tol=1e-14)
+            if scaled >= 1 and len(text) <= 7 and exact:
                 return text + unit
-        return f"{value:g}{self.units[-1][0] if value else ''}"
+        base = next(unit for unit, factor in self.units if factor == 1)
+        return f"{value:.15g}{base if value else ''}"
 
 
 def _reader(units: Mapping[str, float | Decimal], example: str, clock: bool) -> BeforeValidator:

@@ -66,6 +66,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _problem("a key must be a plain word", key)
+            key.value = _joined(key.value, key)
             if key.value in seen:
                 raise _problem(f"the key '{key.value}' stands twice", key)
             seen.add(key.value)
@@ -106,10 +107,17 @@ def _build_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 def _build_str(loader: _Loader, node: yaml.ScalarNode) -> str:
-    text: str = loader.construct_scalar(node)
-    if any(0xD800 <= ord(character) < 0xE000 for character in text):
-        raise _problem("this text has half a character (a lone surrogate)", node)
-    return text
+    return _joined(loader.construct_scalar(node), node)
+
+
+def _joined(text: str, node: yaml.Node) -> str:
+    """Text with the halves of a character, which JSON writes as two escapes, put together."""
+    if not any(0xD800 <= ord(character) < 0xE000 for character in text):
+        return text
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise _problem("this text has half a character (a lone surrogate)", node) from None
 
 
 def _build_unknown(loader: _Loader, node: yaml.Node) -> Any:
@@ -196,7 +204,7 @@ def _places(root: yaml.Node, name: str, origin: Origin) -> Iterator[tuple[Loc, P
             raise _problem("nested too deeply, or an alias that contains itself", node)
         yield loc, Place(origin, name, line)
         if isinstance(node, yaml.MappingNode):
-            # From the last to the first: what is popped later wins, as our own key over a merged one.
+            # From the last to the first: the later popped wins, as our own key over a merged one.
             for key, value in reversed(node.value):
                 waiting.append(((*loc, key.value), value, key.start_mark.line + 1))
         elif isinstance(node, yaml.SequenceNode):
