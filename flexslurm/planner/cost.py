@@ -17,6 +17,8 @@ from __future__ import annotations
 import itertools
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from flexslurm.planner.model_spec import DTYPE_BYTES, ModelSpec
 from flexslurm.planner.topology import GpuFigures, Link
@@ -66,6 +68,22 @@ class StageCost(msgspec.Struct, frozen=True):
         memory = self.weights_s + read + context_tokens * self.context_s
         compute = new_tokens * self.token_s + attended * self.pair_s + sampled * self.sampled_s
         return max(memory, compute) + self.fixed_s + new_tokens * self.link_token_s
+
+
+def step_times(
+    coefficients: npt.NDArray[np.float64],
+    new_tokens: float,
+    context_tokens: float,
+    sampled_tokens: float,
+    pairs: float,
+) -> npt.NDArray[np.float64]:
+    """As `StageCost.step_s` for many stages: `coefficients[field, ...]` in its fields' order."""
+    weights, experts, share, context, token, pair, sampled, fixed, link = coefficients
+    read = experts * (1.0 - (1.0 - share) ** new_tokens) if share.any() else experts
+    memory = weights + read + context_tokens * context
+    compute = new_tokens * token + pairs * pair + sampled_tokens * sampled
+    result: npt.NDArray[np.float64] = np.maximum(memory, compute) + fixed + new_tokens * link
+    return result
 
 
 class LayerSums:

@@ -1,14 +1,20 @@
-"""Which physical GPU fills which slot of a gear: the one that has most of what the slot needs."""
+"""Which physical GPU fills which slot of a gear: the one that has most of what the slot needs.
+
+A gear's abstract nodes go to physical nodes one to one, and the slots of a node to its GPUs. Both
+are assignment problems, and the inner one's answer is the outer one's figure, so together they
+keep the most bytes that any placement keeps. What a GPU has of a slot's needs is the caller's to
+say; this never knows what a layer is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from flexslurm.errors import CapacityError
-from flexslurm.gear import Gear, Shape, Slot
-from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.gear import Gear, Replica, Shape, Slot, slots
 
 
 class GpuRef(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -30,116 +36,252 @@ class PhysicalNode(msgspec.Struct, frozen=True):
     gpus: tuple[int, ...]
 
 
-class Owned(msgspec.Struct, frozen=True):
-    """What a GPU holds now."""
+class Current(msgspec.Struct, frozen=True):
+    """The gear that is left, in its place; its GPUs need not be present any more."""
 
-    slot: Slot
-    lo: int
-    hi: int
-    tp: int
-    kv_tokens: int = 0
-    """Tokens of KV in use on it."""
+    gear: Gear
+    at: Mapping[Slot, GpuRef]
 
 
 class Placement(msgspec.Struct, frozen=True):
     """A GPU for every slot of a gear."""
 
     slots: dict[Slot, GpuRef]
-    moved_bytes: int
-    """Weights that their new owners lack."""
     kept_bytes: int
+    """What need not move: the sum of `kept` over the slots."""
+    kept_replicas: dict[int, int]
+    """Replicas that stay as they are where they are: new number → old number."""
+
+
+Kept = Callable[[Slot, GpuRef], int]
+"""Bytes of what a slot needs that a GPU has; asked only for GPUs of the current gear."""
+
+At = TypeVar("At", bound=Hashable)
 
 
 def place(
     gear: Gear,
     nodes: Sequence[PhysicalNode],
-    owned: Mapping[GpuRef, Owned] | None = None,
-    spec: ModelSpec | None = None,
+    current: Current | None = None,
+    kept: Kept | None = None,
 ) -> Placement:
     """Put the gear's abstract nodes on physical ones and its slots on their GPUs.
 
-    `owned` is what GPUs hold of the gear that is left; with `spec` its bytes are counted, without
-    it layers are. Raises CapacityError where the nodes cannot hold the gear.
+    No placement keeps more bytes. Among those that keep as many, one where whole replicas stay
+    as they are is taken, then one that leaves slots with their present owners. Raises
+    CapacityError where the nodes cannot hold the gear.
     """
-    import numpy as np
-    from scipy.optimize import linear_sum_assignment
-
-    owned = owned or {}
-    wanted: dict[int, list[Slot]] = {}
-    for r, replica in enumerate(gear.replicas):
-        for s, stage in enumerate(replica.stages):
-            wanted.setdefault(stage.node, []).extend(Slot(r, s, t) for t in range(stage.tp))
-    shapes = gear.signature.nodes()
-    abstract = sorted(wanted)
-    ordered = sorted(nodes, key=lambda node: node.node)
-    worth = np.full((len(abstract), len(ordered)), -1.0)
-    inner: dict[tuple[int, int], list[tuple[Slot, GpuRef]]] = {}
-    for i, index in enumerate(abstract):
-        for j, node in enumerate(ordered):
-            if not _fits(shapes[index], node, len(wanted[index])):
-                continue
-            refs = [GpuRef(node.node, gpu) for gpu in sorted(node.gpus)]
-            kept = np.array(
-                [
-                    [_kept(gear, slot, owned.get(ref), spec) for ref in refs]
-                    for slot in wanted[index]
-                ]
-            )
-            rows, columns = linear_sum_assignment(kept, maximize=True)
-            inner[i, j] = [(wanted[index][r], refs[c]) for r, c in zip(rows, columns, strict=True)]
-            worth[i, j] = kept[rows, columns].sum()
-    # A pair that does not fit costs more than anything kept is worth.
-    barred = np.where(worth < 0, -1e18, worth)
-    rows, columns = linear_sum_assignment(barred, maximize=True)
-    if len(rows) < len(abstract) or any(
-        (i, j) not in inner for i, j in zip(rows, columns, strict=True)
-    ):
+    problem = _Problem(gear, nodes, current, kept)
+    found = problem.solve({})
+    pins = whole_replicas(gear, nodes, current) if found is not None and current else {}
+    pinned = problem.solve(pins) if pins else None
+    if found is None:
         raise CapacityError(f"the nodes present cannot hold gear {gear.name}")
-    slots = {
-        slot: ref for i, j in zip(rows, columns, strict=True) for slot, ref in inner[int(i), int(j)]
-    }
-    total = sum(_wanted_bytes(gear, slot, spec) for slot in slots)
-    kept_bytes = sum(
-        int(_kept_weights(gear, slot, owned.get(ref), spec)) for slot, ref in slots.items()
-    )
-    return Placement(dict(sorted(slots.items())), int(total) - kept_bytes, kept_bytes)
+    if pinned is not None and problem.bytes_of(pinned) >= problem.bytes_of(found):
+        found = pinned
+    same = match_replicas(current.gear, current.at, gear, found) if current else {}
+    return Placement(dict(sorted(found.items())), problem.bytes_of(found), same)
+
+
+# -------------------------------------------------------------------------------- whole replicas
+
+
+def match_replicas(
+    old: Gear, old_at: Mapping[Slot, At], new: Gear, new_at: Mapping[Slot, At]
+) -> dict[int, int]:
+    """Replicas that are the same in the same places: new number → old number."""
+    places = {_places(old, number, old_at): number for number in range(len(old.replicas))}
+    found: dict[int, int] = {}
+    for number, replica in enumerate(new.replicas):
+        before = places.get(_places(new, number, new_at))
+        if before is not None and same_replica(old.replicas[before], replica):
+            found[number] = before
+    return found
+
+
+def _places(gear: Gear, number: int, at: Mapping[Slot, At]) -> tuple[At | None, ...]:
+    return tuple(at.get(slot) for slot in replica_slots(gear.replicas[number], number))
+
+
+def replica_slots(replica: Replica, number: int) -> Iterable[Slot]:
+    """The slots of one replica, in order."""
+    return (Slot(number, s, t) for s, stage in enumerate(replica.stages) for t in range(stage.tp))
+
+
+def same_replica(one: Replica, other: Replica) -> bool:
+    """Whether two replicas are equal but for the abstract nodes they name."""
+
+    def bare(replica: Replica) -> Replica:
+        stages = tuple(msgspec.structs.replace(stage, node=0) for stage in replica.stages)
+        return msgspec.structs.replace(replica, stages=stages)
+
+    return bare(one) == bare(other)
+
+
+def whole_replicas(
+    gear: Gear, nodes: Sequence[PhysicalNode], current: Current | None
+) -> dict[Slot, GpuRef]:
+    """Places of replicas that could stay as they are, each with one old replica, consistently.
+
+    First come, first served: not always the most replicas that could stay, but all of them
+    where replicas are only added or taken away.
+    """
+    if current is None:
+        return {}
+    keeper = _Keeper(gear, nodes, current)
+    for number in range(len(gear.replicas)):
+        keeper.keep(number)
+    return keeper.pins
+
+
+class _Keeper:
+    """Finds a home for one replica after the other; node for node, GPU for GPU."""
+
+    def __init__(self, gear: Gear, nodes: Sequence[PhysicalNode], current: Current) -> None:
+        self._gear, self._current = gear, current
+        self._present = {node.node: node for node in nodes}
+        self._wanted = _slots_by_node(gear)
+        self._shapes = gear.signature.nodes()
+        self._node_of: dict[int, str] = {}
+        self._left = list(range(len(current.gear.replicas)))
+        self.pins: dict[Slot, GpuRef] = {}
+
+    def keep(self, number: int) -> None:
+        replica = self._gear.replicas[number]
+        for old in sorted(self._left, key=lambda old: (old != number, old)):
+            if not same_replica(self._current.gear.replicas[old], replica):
+                continue
+            pins = self._pins(number, old)
+            if pins is not None:
+                self._left.remove(old)
+                self.pins |= pins
+                return
+
+    def _pins(self, number: int, old: int) -> dict[Slot, GpuRef] | None:
+        node_of = dict(self._node_of)
+        pins: dict[Slot, GpuRef] = {}
+        replica = self._gear.replicas[number]
+        for slot in replica_slots(replica, number):
+            ref = self._current.at.get(Slot(old, slot.stage, slot.tp_rank))
+            node = self._present.get(ref.node) if ref is not None else None
+            if ref is None or node is None or ref.gpu not in node.gpus:
+                return None
+            index = replica.stages[slot.stage].node
+            if node_of.setdefault(index, ref.node) != ref.node or not _fits(
+                self._shapes[index], node, len(self._wanted[index])
+            ):
+                return None
+            pins[slot] = ref
+        if len(set(node_of.values())) < len(node_of):
+            return None
+        self._node_of = node_of
+        return pins
+
+
+# ------------------------------------------------------------------------------------ assignment
+
+
+def _slots_by_node(gear: Gear) -> dict[int, list[Slot]]:
+    wanted: dict[int, list[Slot]] = {}
+    for slot in slots(gear):
+        wanted.setdefault(gear.replicas[slot.replica].stages[slot.stage].node, []).append(slot)
+    return wanted
 
 
 def _fits(shape: Shape, node: PhysicalNode, slots: int) -> bool:
     return node.gpu_type == shape.gpu_type and len(node.gpus) >= max(slots, 1)
 
 
-def _layer_bytes(spec: ModelSpec | None, layer: int) -> int:
-    return 1 if spec is None else spec.layer_bytes(layer)
+class _Problem:
+    """The two assignment problems, with some slots pinned to their GPUs or none."""
 
+    def __init__(
+        self,
+        gear: Gear,
+        nodes: Sequence[PhysicalNode],
+        current: Current | None,
+        kept: Kept | None,
+    ) -> None:
+        self._shapes = gear.signature.nodes()
+        self._wanted = sorted(_slots_by_node(gear).items())
+        self._nodes = sorted(nodes, key=lambda node: node.node)
+        self._old_slot = {ref: slot for slot, ref in current.at.items()} if current else {}
+        self._kept = kept
+        # A byte outweighs all ties together.
+        self._scale = 2 * len(slots(gear)) + 1
+        self._known: dict[tuple[Slot, GpuRef], int] = {}
 
-def _wanted_bytes(gear: Gear, slot: Slot, spec: ModelSpec | None) -> float:
-    stage = gear.replicas[slot.replica].stages[slot.stage]
-    return sum(_layer_bytes(spec, layer) for layer in range(stage.lo, stage.hi)) / stage.tp
+    def bytes_of(self, found: Mapping[Slot, GpuRef]) -> int:
+        return sum(self._bytes(slot, ref) for slot, ref in found.items())
 
+    def solve(self, pins: Mapping[Slot, GpuRef]) -> dict[Slot, GpuRef] | None:
+        """The best placement, or None where there is none."""
+        import numpy as np
+        from scipy.optimize import linear_sum_assignment
 
-def _overlap(tp: int, rank: int, other_tp: int, other_rank: int) -> float:
-    """Share of a weight that both one rank of `tp` and one of `other_tp` hold."""
-    low = max(rank / tp, other_rank / other_tp)
-    return max(0.0, min((rank + 1) / tp, (other_rank + 1) / other_tp) - low)
+        if not self._wanted:
+            return {}
+        if len(self._nodes) < len(self._wanted):
+            return None
+        # What is barred is worth less than all that could be kept elsewhere.
+        worth = np.full((len(self._wanted), len(self._nodes)), -np.inf)
+        inner: dict[tuple[int, int], dict[Slot, GpuRef]] = {}
+        owner = {ref.node: slot for slot, ref in pins.items()}
+        for i, (index, wanted) in enumerate(self._wanted):
+            for j, node in enumerate(self._nodes):
+                if not _fits(self._shapes[index], node, len(wanted)):
+                    continue
+                if node.node in owner and owner[node.node] not in wanted:
+                    continue
+                found = self._inner(wanted, node, pins)
+                if found is not None:
+                    inner[i, j] = found
+                    worth[i, j] = sum(self._worth(slot, ref) for slot, ref in found.items())
+        try:
+            rows, columns = linear_sum_assignment(worth, maximize=True)
+        except ValueError:  # every assignment uses a pair that is barred
+            return None
+        return {
+            slot: ref
+            for i, j in zip(rows, columns, strict=True)
+            for slot, ref in inner[int(i), int(j)].items()
+        }
 
+    def _inner(
+        self, wanted: Sequence[Slot], node: PhysicalNode, pins: Mapping[Slot, GpuRef]
+    ) -> dict[Slot, GpuRef] | None:
+        """The best GPUs of one node for the slots of one abstract node."""
+        import numpy as np
+        from scipy.optimize import linear_sum_assignment
 
-def _kept_weights(gear: Gear, slot: Slot, held: Owned | None, spec: ModelSpec | None) -> float:
-    if held is None:
-        return 0.0
-    stage = gear.replicas[slot.replica].stages[slot.stage]
-    share = _overlap(stage.tp, slot.tp_rank, held.tp, held.slot.tp_rank)
-    layers = range(max(stage.lo, held.lo), min(stage.hi, held.hi))
-    return share * sum(_layer_bytes(spec, layer) for layer in layers)
+        found = {slot: pins[slot] for slot in wanted if slot in pins}
+        if any(ref.node != node.node for ref in found.values()):
+            return None
+        taken = set(found.values())
+        refs = [ref for gpu in sorted(node.gpus) if (ref := GpuRef(node.node, gpu)) not in taken]
+        rest = [slot for slot in wanted if slot not in found]
+        if len(rest) == 1:
+            best = max(refs, key=lambda ref: self._worth(rest[0], ref))
+            return found | {rest[0]: best}
+        if rest and not any(ref in self._old_slot for ref in refs):
+            return found | dict(zip(rest, refs, strict=False))
+        if rest:
+            worth = np.array([[self._worth(slot, ref) for ref in refs] for slot in rest])
+            rows, columns = linear_sum_assignment(worth, maximize=True)
+            found |= {rest[r]: refs[c] for r, c in zip(rows, columns, strict=True)}
+        return found
 
+    def _bytes(self, slot: Slot, ref: GpuRef) -> int:
+        if self._kept is None or ref not in self._old_slot:
+            return 0
+        key = (slot, ref)
+        if key not in self._known:
+            self._known[key] = self._kept(slot, ref)
+        return self._known[key]
 
-def _kept(gear: Gear, slot: Slot, held: Owned | None, spec: ModelSpec | None) -> float:
-    """Bytes that need not move if the GPU takes the slot; ties go to the present owner."""
-    if held is None:
-        return 0.0
-    stage = gear.replicas[slot.replica].stages[slot.stage]
-    layers = max(0, min(stage.hi, held.hi) - max(stage.lo, held.lo))
-    share = _overlap(stage.tp, slot.tp_rank, held.tp, held.slot.tp_rank)
-    kv = spec.kv_bytes_per_token_layer() * held.kv_tokens * layers * share if spec else 0.0
-    same = 0.5 if held.slot == slot else 0.25 if held.slot.replica == slot.replica else 0.0
-    return _kept_weights(gear, slot, held, spec) + kv + same
+    def _worth(self, slot: Slot, ref: GpuRef) -> float:
+        old = self._old_slot.get(ref)
+        if old is None:
+            return 0.0
+        tie = 2 if old == slot else 1 if old.replica == slot.replica else 0
+        return float(self._bytes(slot, ref) * self._scale + tie)
