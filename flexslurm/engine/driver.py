@@ -89,13 +89,16 @@ class Driver:
 
     # --------------------------------------------------------------------------- requests
 
-    def submit(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None:
+    def submit(
+        self, request: SequenceRequest, output: tuple[int, ...] = (), *, partly: bool = False
+    ) -> None:
         """Queue a sequence; `pump` starts it, so that those of one request start together.
 
-        Raises ContextTooLong if the replica cannot hold it.
+        With `partly` it may be one that outgrows the replica; whoever submits it aborts it when it
+        has `load().max_context` tokens. Raises ContextTooLong if the replica cannot hold it.
         """
         assert not self.closed, f"{request.seq_id} came to the closed driver of epoch {self.epoch}"
-        self.scheduler.add(request, output)
+        self.scheduler.add(request, output, partly=partly)
 
     def abort(self, seq_id: str) -> bool:
         """End a sequence without an event; whether it was here."""

@@ -11,6 +11,9 @@ Rules, in the order in which they give way
 4. Decodes are spread over as many micro-batches as there are stages, so that all stages work.
 
 Blocks of a sequence in flight are not given out before its micro-batch is answered.
+
+A sequence that moved here from a larger replica may be taken *partly*: it goes on until it has as
+many tokens as fit, and then rests, decoding but never ready, until the head takes it away.
 """
 
 from __future__ import annotations
@@ -72,26 +75,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------------ in and out
 
-    def add(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None:
+    def add(
+        self, request: SequenceRequest, output: tuple[int, ...] = (), *, partly: bool = False
+    ) -> None:
         """Queue a sequence, new or with the part of its answer that it already has.
 
-        Raises ContextTooLong if it could outgrow the replica, InvalidRequest if it is empty.
+        Raises ContextTooLong if it could outgrow the replica, or, with `partly`, if it could not
+        even get its next token; InvalidRequest if it is empty.
         """
-        self.check_fits(request)
+        self._check_fits(request, len(output), partly)
         assert request.seq_id not in self._sequences, f"{request.seq_id} is here already"
         assert len(output) < request.stop.max_tokens, f"{request.seq_id} is complete"
         sequence = Sequence(request, output)
         self._sequences[sequence.seq_id] = sequence
         self._enqueue(sequence)
 
-    def check_fits(self, request: SequenceRequest) -> None:
-        """Raise ContextTooLong or InvalidRequest if `add` would."""
+    def _check_fits(self, request: SequenceRequest, has: int, partly: bool) -> None:
         prompt, answer = len(request.prompt), request.stop.max_tokens
         if prompt < 1:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if answer < 1:
             raise InvalidRequest("at least one token must be asked for", param="max_tokens")
-        if prompt + answer > self.max_context:
+        if prompt + (has + 1 if partly else answer) > self.max_context:
             raise ContextTooLong(
                 f"{prompt} tokens of prompt and up to {answer} of answer are more than the "
                 f"{self.max_context} tokens that this gear holds for one sequence"
@@ -329,7 +334,8 @@ class Scheduler:
                 self._leave(sequence)
                 sequence.move(SequenceState.DECODING)
                 self._decoding[sequence.seq_id] = sequence
-            self._ready[sequence.seq_id] = sequence
+            if sequence.length < self.max_context:
+                self._ready[sequence.seq_id] = sequence
         return TokenEvent(
             seq_id=sequence.seq_id,
             token=sampled.token,
@@ -368,7 +374,8 @@ class Scheduler:
             assert s.computed < s.length <= held, f"{s} with {held} positions"
         else:
             assert s.computed == s.length - 1 <= held, f"{s} with {held} positions"
-            assert (s.seq_id in self._ready) == (s.step is None), f"{s} ready?"
+            may_go_on = s.step is None and s.length < self.max_context
+            assert (s.seq_id in self._ready) == may_go_on, f"{s} ready?"
 
     def _in_flight_sequences(self, step: int | None) -> list[Sequence]:
         entries = self._in_flight.get(step, ()) if step is not None else ()

@@ -5,6 +5,9 @@ can, the sequence goes to the one with the least work for its speed: `(sequences
 the speed weighed down while the replica is ramped up. If none can, a few sequences may queue at a
 replica, so that it never runs dry; the others are held back, and go to whichever replica gets room
 first. The best place for a sequence is known only then.
+
+A sequence that was accepted when the gear was larger may reach more tokens than any replica holds
+now. It goes to the largest, for as far as that holds it: most answers end before their limit.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Verdict(StrEnum):
     HELD = "held"
     """Every replica that could take it is busy."""
     UNFIT = "unfit"
-    """No replica of this gear is large enough."""
+    """No replica of this gear is large enough for one token more."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,8 @@ class Placement(msgspec.Struct, frozen=True):
     verdict: Verdict
     replica: int | None
     reason: str
+    cap_tokens: int | None = None
+    """Set where the sequence may outgrow the replica: the tokens at which it must leave it."""
 
 
 def choose(loads: Sequence[ReplicaLoad], tokens_now: int, tokens_most: int) -> Placement:
@@ -79,20 +84,21 @@ def choose(loads: Sequence[ReplicaLoad], tokens_now: int, tokens_most: int) -> P
     `tokens_now` are those it has (prompt, and answer so far if it moved here), `tokens_most` those
     it may reach. Equal scores go to the lower replica number.
     """
-    fit = [load for load in loads if tokens_most <= load.max_context]
-    if not fit:
-        most = max((load.max_context for load in loads), default=0)
-        return Placement(Verdict.UNFIT, None, f"it may reach {tokens_most} tokens of {most}")
+    largest = max((load.max_context for load in loads), default=0)
+    if tokens_now >= largest:
+        return Placement(Verdict.UNFIT, None, f"it has {tokens_now} tokens of at most {largest}")
+    cap = None if tokens_most <= largest else largest
+    fit = [load for load in loads if min(tokens_most, largest) <= load.max_context]
     start = [load for load in fit if _can_start(load, tokens_now)]
     if start:
         best = min(start, key=lambda load: (load.score(), load.replica))
-        return Placement(Verdict.PLACED, best.replica, _reason(best, start, loads))
+        return Placement(Verdict.PLACED, best.replica, _reason(best, start, loads), cap)
     # A replica that is ramped up would start what queues there, beyond its share.
     queue = [load for load in fit if load.ramp >= 1 and load.waiting < load.queue_bound]
     if queue:
         best = min(queue, key=lambda load: (load.score(), load.replica))
         why = f"none can start it now; replica {best.replica} has room in its queue"
-        return Placement(Verdict.PLACED, best.replica, f"{why}, {best.waiting} wait there")
+        return Placement(Verdict.PLACED, best.replica, f"{why}, {best.waiting} wait there", cap)
     numbers = ", ".join(str(load.replica) for load in fit)
     return Placement(Verdict.HELD, None, f"no room in the batches and queues of replicas {numbers}")
 

@@ -5,8 +5,11 @@ Where a live sequence is
 - *placed*: a driver has it, running or in the driver's own short queue;
 - *held*: some attached replica is large enough, but all of those are busy. It waits without limit,
   since what is ahead of it ends;
-- *unfit*: nothing that is attached is large enough, or nothing is attached. It waits for a gear
-  that is, and the ledger ends it when it has waited too long.
+- *unfit*: no attached replica holds one token more of it, or none is attached. It waits for a gear
+  that does, and the ledger ends it when it has waited too long.
+
+A placed sequence that may outgrow its replica (`cap_tokens`) is taken back when it has: it becomes
+unfit, unless something larger was attached meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from typing import Protocol
 import msgspec
 
 from flexslurm.engine.load import LiveSequence, Load
-from flexslurm.gateway.router import Placement, ReplicaLoad, Verdict, choose
+from flexslurm.gateway.router import Placement, ReplicaLoad, choose
 from flexslurm.head.stream import Channel
 from flexslurm.messages import SequenceRequest
+
+_MOST = 2**62  # more tokens than any context
 
 
 class ReplicaDriver(Protocol):
@@ -29,7 +34,9 @@ class ReplicaDriver(Protocol):
     def replica_index(self) -> int: ...
     @property
     def serving(self) -> bool: ...
-    def submit(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None: ...
+    def submit(
+        self, request: SequenceRequest, output: tuple[int, ...] = (), *, partly: bool = False
+    ) -> None: ...
     def abort(self, seq_id: str) -> bool: ...
     def pump(self) -> int: ...
     def load(self) -> Load: ...
@@ -41,8 +48,8 @@ class Live:
     """A sequence that has not ended, and the tokens that were given out."""
 
     __slots__ = (
-        "accepted_s", "channel", "first_s", "last_s", "longest_gap_s", "most_tokens", "moves",
-        "output", "placed", "request", "unfit_since_s",
+        "accepted_s", "cap_output", "channel", "first_s", "last_s", "longest_gap_s", "most_tokens",
+        "moves", "outgrown", "output", "placed", "request", "unfit_since_s",
     )  # fmt: skip
 
     def __init__(self, request: SequenceRequest, channel: Channel, now: float) -> None:
@@ -59,7 +66,16 @@ class Live:
         """When its last token came."""
         self.longest_gap_s = 0.0
         self.moves = 0
+        self.cap_output: int | None = None
+        """Tokens of answer at which it has outgrown the replica it is placed with."""
+        self.outgrown = False
+        """It has tokens up to the limit of a gear, and waits since."""
         self.unfit_since_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it has: prompt and answer so far."""
+        return len(self.request.prompt) + len(self.output)
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -179,7 +195,7 @@ class Dispatch:
 
     def queue(self, live: Live, now: float) -> None:
         """Put a new sequence, younger than all others, among those that wait."""
-        if self.largest is not None and live.most_tokens <= self.largest:
+        if self.largest is not None and live.tokens < self.largest:
             live.unfit_since_s = None
             self._held[live.request.seq_id] = live
             return
@@ -203,27 +219,38 @@ class Dispatch:
         One that finds no room keeps younger ones off every replica that it fits itself, so it is
         not overtaken; replicas too small for it may still take them.
         """
-        if not self._held:
+        seats = {number: seat for number, seat in self._seats.items() if seat.driver.serving}
+        if not self._held or not seats:
             return
+        loads = {number: seat.load() for number, seat in seats.items()}
+        smallest, largest = min(load.max_context for load in loads.values()), self.largest or 0
         below: int | None = None
         touched: set[int] = set()
         for live in tuple(self._held.values()):
-            loads = [seat.load() for seat in self._seats.values() if seat.driver.serving]
-            if below is not None:
-                loads = [load for load in loads if load.max_context < below]
-            if not loads:
+            if below is not None and below <= smallest:
                 break
-            tokens_now = len(live.request.prompt) + len(live.output)
-            placement = choose(loads, tokens_now, live.most_tokens)
-            if placement.replica is not None:
-                del self._held[live.request.seq_id]
-                live.placed = placement
-                self._seats[placement.replica].driver.submit(live.request, tuple(live.output))
-                touched.add(placement.replica)
-            elif placement.verdict is Verdict.HELD:
-                below = live.most_tokens if below is None else min(below, live.most_tokens)
+            wanted = min(live.most_tokens, largest)
+            if below is not None and wanted >= below:
+                continue
+            fit = [load for load in loads.values() if wanted <= load.max_context < (below or _MOST)]
+            placement = choose(fit, live.tokens, live.most_tokens) if fit else None
+            if placement is None or placement.replica is None:
+                below = wanted
+                continue
+            replica = placement.replica
+            self._seat(live, placement, replica)
+            loads[replica] = seats[replica].load()
+            touched.add(replica)
         for replica in touched:
-            self._seats[replica].driver.pump()
+            seats[replica].driver.pump()
+
+    def _seat(self, live: Live, placement: Placement, replica: int) -> None:
+        del self._held[live.request.seq_id]
+        cap = placement.cap_tokens
+        live.placed, live.outgrown = placement, False
+        live.cap_output = None if cap is None else cap - len(live.request.prompt)
+        driver = self._seats[replica].driver
+        driver.submit(live.request, tuple(live.output), partly=cap is not None)
 
     def release(self, live: Live) -> None:
         """Take a sequence from where it is; its driver gives nothing more of it."""

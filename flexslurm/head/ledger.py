@@ -217,8 +217,12 @@ class Ledger:
         self._dispatch.tick(now)
         limit_s = self.settings.wait_for_gpus_s
         for live in self._dispatch.overdue(now, limit_s):
-            what = "" if self._dispatch.largest is None else f" that hold {live.most_tokens} tokens"
             self._dispatch.release(live)
+            if live.outgrown:  # it is as long as what serves, like any answer that fills a context
+                self._end_with(live, FinishReason.LENGTH)
+                continue
+            anything = self._dispatch.largest is None
+            what = "" if anything else f" that hold more than {live.tokens} tokens of a sequence"
             error = f"no GPUs{what} came within {limit_s:g} s"
             self._end_with(live, FinishReason.ERROR, error, NotServing.code)
         self._dispatch.place()
@@ -254,6 +258,15 @@ class Ledger:
         if event.finish is not None:
             self._end(live, event.finish)
             self._dispatch.place()
+        elif live.cap_output is not None and len(live.output) >= live.cap_output:
+            self._take_back(live)
+
+    def _take_back(self, live: Live) -> None:
+        """It has outgrown its replica: let it wait for a larger one."""
+        self._dispatch.release(live)
+        live.outgrown = True
+        self._dispatch.requeue((live,), self._now())
+        self._dispatch.place()
 
     def _time_token(self, live: Live) -> None:
         now = self._now()
@@ -271,7 +284,9 @@ class Ledger:
 
     # ------------------------------------------------------------------------------- end
 
-    def _end_with(self, live: Live, finish: FinishReason, error: str, code: str | None) -> None:
+    def _end_with(
+        self, live: Live, finish: FinishReason, error: str | None = None, code: str | None = None
+    ) -> None:
         """End a sequence from our side; its driver has it no more."""
         event = TokenEvent(
             seq_id=live.request.seq_id,

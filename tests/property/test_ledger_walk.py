@@ -38,6 +38,7 @@ class LedgerWalk(RuleBasedStateMachine):
         self.requests: dict[str, SequenceRequest] = {}
         self.answers = Answers()
         self.aborted: set[str] = set()
+        self.overdue: set[str] = set()
 
     def _end(self, summary: SequenceSummary) -> None:
         assert summary.seq_id not in self.ends, "ended twice"
@@ -94,7 +95,9 @@ class LedgerWalk(RuleBasedStateMachine):
     @rule(passed_s=st.floats(0.1, 20.0))
     def wait(self, passed_s: float) -> None:
         self.now += passed_s
+        before = set(self.ends)
         self.ledger.tick(self.now)
+        self.overdue |= self.ends.keys() - before
 
     def _read(self) -> None:
         for stream in self.streams.values():
@@ -123,7 +126,8 @@ class LedgerWalk(RuleBasedStateMachine):
         for seq_id, request in self.requests.items():
             if seq_id in self.aborted:
                 assert self.ends[seq_id].reason is FinishReason.ABORT
-            elif self.answers.finish[seq_id] is FinishReason.ERROR:
+            elif seq_id in self.overdue:
+                assert self.ends[seq_id].reason in (FinishReason.ERROR, FinishReason.LENGTH)
                 self.answers.check_begun(request)
             else:
                 self.answers.check(request)

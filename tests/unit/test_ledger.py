@@ -179,26 +179,33 @@ def test_held_sequences_go_to_whichever_replica_gets_room() -> None:
     assert max(steps) < 90, f"one replica was left idle: {steps}"
 
 
-def test_a_held_long_one_is_not_overtaken_on_the_replicas_it_needs() -> None:
+def test_a_held_long_one_is_not_overtaken_on_the_replica_it_needs() -> None:
     rig = Rig(max_waiting=100)
-    big = make_replica(max_batch=1, max_context=60)
+    big = make_replica(max_batch=2, kv_blocks=15, max_context=60)
     small = make_replica(max_batch=1, max_context=20)
     gear = rig.attach(small, big)
-    order: list[str] = []
-    for n in range(6):
-        rig.submit(make_request(f"short{n}/0", (n,), 9))
-    rig.submit(make_request("long/0", range(30), 9))
-    for n in range(6, 12):
-        rig.submit(make_request(f"short{n}/0", (n,), 9))
-    while gear.answer():
-        for chunk in (c for w in gear.workers[1:] for s in w.pending for c in s.chunks):
-            if chunk.seq_id not in order:
-                order.append(chunk.seq_id)
-    assert "long/0" in order
-    behind = order[order.index("long/0") + 1 :]
-    ahead = order[: order.index("long/0")]
-    assert all(int(name[5:].split("/")[0]) < 6 for name in ahead)
-    assert rig.ledger.empty, behind
+    rig.submit(make_request("big0/0", range(50), 9))
+    rig.submit(make_request("small0/0", (1,), 19))
+    for n in range(3):
+        rig.submit(make_request(f"long{n}/0", range(30), 9))
+    assert gear.drivers[1].load().waiting == 2, "and the third is held, though blocks are free"
+    rig.submit(make_request("young0/0", (2,), 9))
+    rig.submit(make_request("young1/0", (2,), 9))
+    there = {s.request.seq_id for s in gear.drivers[0].scheduler.live()}
+    assert there == {"small0/0", "young0/0", "young1/0"}
+    gear.run()
+    assert rig.ledger.empty
+
+
+def test_a_held_long_one_does_not_keep_a_small_replica_idle() -> None:
+    rig = Rig(max_waiting=100)
+    gear = rig.attach(
+        make_replica(max_batch=1, max_context=20), make_replica(max_batch=1, max_context=60)
+    )
+    for n in range(4):
+        rig.submit(make_request(f"long{n}/0", range(30), 9))
+    rig.submit(make_request("short/0", (1,), 9))
+    assert gear.drivers[0].load().running == 1
 
 
 def test_detached_sequences_go_on_with_the_tokens_they_have() -> None:
@@ -258,6 +265,61 @@ def test_what_does_not_fit_the_new_gear_waits_for_one_that_fits() -> None:
     answers.check(long)
 
 
+def test_one_that_may_outgrow_the_new_gear_runs_as_far_as_that_goes() -> None:
+    """As answers whose limit is all that fitted: most of them end much sooner."""
+    rig = Rig(wait_s=30)
+    rig.attach(make_replica(max_context=60))
+    probe = make_request("short/0", (1, 2), 50)
+    stop = undisturbed(probe)[0][7]
+    short = make_request("short/0", (1, 2), 50, stop=(stop,))
+    long, lost = make_request("long/0", (3, 4), 50), make_request("lost/0", (5, 6), 50)
+    streams = [rig.submit(request) for request in (short, long, lost)]
+    rig.ledger.detach_all()
+    gear = rig.attach(make_replica(max_context=12), make_replica(max_context=20))
+    gear.run()
+    rig.ledger.check_invariants()
+    answers = taken(*streams)
+    answers.check(short)
+    assert [len(answers.tokens[name]) for name in ("long/0", "lost/0")] == [18, 18]
+    assert rig.ledger.figures().unfit == 2
+    assert gear.drivers[1].load().free_blocks == 64
+    with pytest.raises(ContextTooLong):
+        rig.submit(make_request("new/0", (3, 4), 50))
+    rig.ledger.abort(["lost/0"])
+    bigger = FakeGear(99, [make_replica(), make_replica(), make_replica()], 4, rig.ledger.on_event)
+    rig.ledger.attach(bigger.drivers[2:])
+    bigger.run()
+    for event in streams[1].ready():
+        answers.take(event)
+    answers.check(long)
+
+
+def test_one_that_fills_the_gear_ends_with_length_when_nothing_larger_comes() -> None:
+    rig = Rig(wait_s=30)
+    stream = rig.submit(make_request("r/0", (3, 4), 50))
+    rig.attach(make_replica(max_context=20)).run()
+    rig.clock.now = 29.0
+    rig.ledger.tick(29.0)
+    assert len(taken(stream).tokens["r/0"]) == 18
+    rig.ledger.tick(30.0)
+    (last,) = stream.ready()
+    assert (last.finish, last.position, last.error) == (FinishReason.LENGTH, 18, None)
+
+
+def test_the_wait_for_gpus_begins_anew_after_serving() -> None:
+    rig = Rig(wait_s=30)
+    stream = rig.submit(make_request("r/0", (3, 4), 50))
+    rig.clock.now = 29.0
+    gear = rig.attach(make_replica())
+    gear.answer()
+    rig.ledger.detach_all()
+    rig.ledger.tick(58.0)
+    assert not rig.ledger.empty
+    rig.ledger.tick(59.0)
+    assert rig.ledger.empty
+    assert stream.ready()[-1].finish is FinishReason.ERROR
+
+
 def test_waiting_for_gpus_has_a_limit_and_an_error() -> None:
     rig = Rig(wait_s=30)
     gear = rig.attach(make_replica())
@@ -282,7 +344,9 @@ def test_one_that_fits_no_gear_is_told_what_was_missing() -> None:
     rig.ledger.detach_all()
     rig.attach(make_replica(max_context=20))
     rig.ledger.tick(6)
-    assert stream.ready()[-1].error == "no GPUs that hold 39 tokens came within 5 s"
+    assert stream.ready()[-1].error == (
+        "no GPUs that hold more than 30 tokens of a sequence came within 5 s"
+    )
 
 
 def test_a_busy_gear_is_no_reason_to_give_up() -> None:
@@ -313,6 +377,16 @@ def test_abort_ends_events_without_finish_and_frees() -> None:
     assert events[-1].finish is FinishReason.LENGTH
     assert rig.watcher.summaries[0].reason is FinishReason.ABORT
     assert gear.drivers[0].load().free_blocks == 64
+
+
+def test_an_abort_lets_the_next_one_start_at_once() -> None:
+    rig = Rig()
+    gear = rig.attach(make_replica(pp=2, max_batch=1))
+    for n in range(5):
+        rig.submit(make_request(f"r{n}/0", (n,), 9))
+    assert len(gear.workers[0].pending) == 1
+    rig.ledger.abort(["r0/0"])
+    assert [c.seq_id for s in gear.workers[0].pending for c in s.chunks] == ["r0/0", "r1/0"]
 
 
 def test_stop_ends_all_with_abort_and_refuses_new_ones() -> None:

@@ -71,14 +71,26 @@ def test_a_few_queue_and_the_others_are_held() -> None:
 
 def test_an_idle_replica_always_takes_what_it_can_hold() -> None:
     small = load(0, max_batch=1, free_blocks=5, max_context=80, ramp=RAMP[0])
-    assert choose([small], 80, 80).replica == 0
+    assert choose([small], 79, 80).replica == 0
 
 
-def test_too_long_for_all_is_unfit() -> None:
-    placement = choose([load(0, max_context=100), load(1, max_context=200)], 10, 201)
+def test_a_replica_that_holds_all_of_it_is_needed_where_there_is_one() -> None:
+    loads = [load(0, max_context=100), load(1, max_context=200, running=9)]
+    placement = choose(loads, 10, 150)
+    assert (placement.replica, placement.cap_tokens) == (1, None)
+    assert choose(loads, 10, 100).replica == 0
+
+
+def test_one_that_may_outgrow_all_goes_to_the_largest_with_a_cap() -> None:
+    loads = [load(0, max_context=100), load(1, max_context=200, running=9)]
+    placement = choose(loads, 199, 201)
+    assert (placement.replica, placement.cap_tokens) == (1, 200)
+
+
+def test_one_that_is_as_long_as_the_largest_is_unfit() -> None:
+    placement = choose([load(0, max_context=100), load(1, max_context=200)], 200, 201)
     assert (placement.verdict, placement.replica) == (Verdict.UNFIT, None)
-    assert placement.reason == "it may reach 201 tokens of 200"
-    assert choose([load(0, max_context=100), load(1, max_context=200)], 10, 150).replica == 1
+    assert placement.reason == "it has 200 tokens of at most 200"
     assert choose([], 1, 1).verdict is Verdict.UNFIT
 
 

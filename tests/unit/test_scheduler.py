@@ -391,3 +391,24 @@ def test_the_story_names_the_states_it_went_through() -> None:
 def test_tokens_are_cut_across_prompt_and_answer(start: int, end: int) -> None:
     sequence = Sequence(make_request("s", (10, 11, 12, 13)), (14, 15))
     assert sequence.tokens(start, end) == tuple(range(10, 16))[start:end]
+
+
+def test_one_taken_partly_rests_at_the_limit_until_it_is_taken_away() -> None:
+    request = make_request("moved", range(6), 30)
+    other = make_request("other", range(4), 8, arrival=1)
+    rig = Rig(make_replica(max_context=12))
+    with pytest.raises(ContextTooLong):
+        rig.add(request)
+    with pytest.raises(ContextTooLong):
+        rig.scheduler.add(request, tuple(range(6)), partly=True)
+    rig.scheduler.add(request, partly=True)
+    rig.add(other)
+    for _ in range(20):
+        if rig.send() is not None:
+            rig.answer()
+    assert len(rig.answers.tokens["moved"]) == 6
+    rig.answers.check_begun(request)
+    rig.answers.check(other)
+    assert rig.scheduler.live()[0].output == tuple(rig.answers.tokens["moved"])
+    assert rig.scheduler.abort("moved")
+    assert rig.scheduler.empty and rig.scheduler.pool.used_count == 0
