@@ -15,11 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
+from flexslurm.engine.drawing import COLDEST, draw
 from flexslurm.engine.philox import uniform
-from flexslurm.messages import ChunkSampling, SamplingParams, TokenLogprobs
-
-# Rows are drawn in slices of about this many float64 logits, to bound the memory it takes.
-_SLICE_ELEMENTS = 1 << 23
+from flexslurm.messages import ChunkSampling, TokenLogprobs
 
 Sampled = tuple[int, TokenLogprobs | None]
 
@@ -43,12 +41,12 @@ def sample(logits: torch.Tensor, samplings: Sequence[ChunkSampling]) -> list[Sam
 
 def _choose(logits: torch.Tensor, samplings: Sequence[ChunkSampling]) -> list[int]:
     tokens: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [row for row, s in enumerate(samplings) if s.params.temperature > 0.0]
-    step = max(_SLICE_ELEMENTS // logits.shape[1], 1)
-    for first in range(0, len(drawn), step):
-        rows = drawn[first : first + step]
-        found = _draw(logits[rows], [samplings[row] for row in rows])
-        for row, token in zip(rows, found, strict=True):
+    rows = [row for row, s in enumerate(samplings) if s.params.temperature >= COLDEST]
+    if rows:
+        own = [samplings[row] for row in rows]
+        numbers = [uniform(s.params.seed, s.position) for s in own]
+        drawn = draw(logits[rows], [s.params for s in own], numbers)
+        for row, token in zip(rows, drawn, strict=True):
             tokens[row] = token
     return tokens
 
@@ -109,69 +107,6 @@ def _ids(
     tokens: Sequence[int] | dict[int, float] | Counter[int], like: torch.Tensor
 ) -> torch.Tensor:
     return torch.tensor(list(tokens), dtype=torch.int64).to(like.device)
-
-
-# ------------------------------------------------------------------- drawing
-
-
-def _draw(logits: torch.Tensor, samplings: Sequence[ChunkSampling]) -> list[int]:
-    """Draw one token per row, all with a temperature above 0."""
-    params = [s.params for s in samplings]
-    numbers = [uniform(s.params.seed, s.position) for s in samplings]
-    scores = filtered(logits, params)
-    weights = torch.softmax(scores, dim=-1)
-    ladder = weights.cumsum(dim=-1)
-    # Scaled by the last rung, the number never passes it; a rung of weight 0 is never the first
-    # above a number, so no filtered token is chosen.
-    at = torch.tensor(numbers, dtype=torch.float64).to(ladder.device)[:, None] * ladder[:, -1:]
-    found = torch.searchsorted(ladder, at, right=True)[:, 0]
-    last = (weights > 0).long().cumsum(dim=-1).argmax(dim=-1)
-    tokens: list[int] = torch.minimum(found, last).tolist()
-    return tokens
-
-
-def filtered(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Scores `[S, vocab]` in float64 after temperature and filters, -inf for what is left out."""
-    scores = logits.to(torch.float64)
-    scores = scores - scores.amax(dim=-1, keepdim=True)
-    scores = scores / _column([p.temperature for p in params], scores)
-    rows = [r for r, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
-    if rows:
-        scores[rows] = _top_k(scores[rows], [params[r].top_k for r in rows])
-    rows = [r for r, p in enumerate(params) if p.top_p < 1.0]
-    if rows:
-        scores[rows] = _top_p(scores[rows], [params[r].top_p for r in rows])
-    rows = [r for r, p in enumerate(params) if p.min_p > 0.0]
-    if rows:
-        scores[rows] = _min_p(scores[rows], [params[r].min_p for r in rows])
-    return scores
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype).to(like.device)[:, None]
-
-
-def _top_k(scores: torch.Tensor, ks: Sequence[int]) -> torch.Tensor:
-    """Keep the k best of each row, and what ties with the last of them."""
-    best = scores.topk(max(ks), dim=-1).values
-    kth = best.gather(1, torch.tensor(ks).to(scores.device)[:, None] - 1)
-    return scores.masked_fill(scores < kth, float("-inf"))
-
-
-def _top_p(scores: torch.Tensor, ps: Sequence[float]) -> torch.Tensor:
-    """Keep the fewest most likely tokens that reach p together; always at least the best."""
-    ordered, order = scores.sort(dim=-1, stable=True)
-    below = ordered.softmax(dim=-1).cumsum(dim=-1)
-    out = below <= 1.0 - _column(ps, scores)
-    out[:, -1] = False
-    return scores.masked_fill(out.scatter(1, order, out), float("-inf"))
-
-
-def _min_p(scores: torch.Tensor, ps: Sequence[float]) -> torch.Tensor:
-    """Keep tokens at least p times as likely as the best."""
-    weights = scores.softmax(dim=-1)
-    floor = weights.amax(dim=-1, keepdim=True) * _column(ps, scores)
-    return scores.masked_fill(weights < floor, float("-inf"))
 
 
 # ------------------------------------------------------------------- reporting

@@ -84,15 +84,21 @@ class ShardSpec:
         assert 0 <= tp_rank < self.tp
         return ShardSpec(self.lo, self.hi, self.tp, tp_rank, self.parts)
 
-    def kv_heads(self, head_dim: int) -> int:
-        """KV heads of this rank: the rows of its first key projection, or of the fused one."""
+    def kv_heads(self, head_dim: int) -> tuple[int, int]:
+        """This rank's KV heads `[first, last)` among the model's: whose pages its pool holds.
+
+        Read off the rows of a key projection, or of a fused query-key-value one.
+        """
         for part in self.parts:
-            rows = part.local_shape(self.tp_rank)[0]
-            if part.name == "self_attn.k_proj.weight":
-                return rows // head_dim
-            if part.name == "attention.query_key_value.weight":
-                return rows // (3 * head_dim)
+            rows_per_head = _ROWS_PER_HEAD.get(part.name)
+            if rows_per_head is not None:
+                start, stop = part.range(self.tp_rank)
+                return start // (rows_per_head * head_dim), stop // (rows_per_head * head_dim)
         raise AssertionError("a stage has at least one layer")
+
+
+_ROWS_PER_HEAD = {"self_attn.k_proj.weight": 1, "attention.query_key_value.weight": 3}
+"""By the weight whose rows tell a rank's KV heads: how many times the head size each head has."""
 
 
 def read_spec(

@@ -150,8 +150,10 @@ def _build(
     try:
         dtype = torch_dtype(plan.dtype)
         views = _take_weights(plan, spec, arena, dtype)
-        heads = spec.kv_heads(info.head_dim)
-        shape = KvShape(plan.hi - plan.lo, heads, plan.kv_blocks, plan.block_tokens, info.head_dim)
+        first, last = spec.kv_heads(info.head_dim)
+        shape = KvShape(
+            plan.hi - plan.lo, last - first, plan.kv_blocks, plan.block_tokens, info.head_dim
+        )
         store = KvStore(shape, dtype, arena, plan.owner)
         with _own_stream(arena.device):
             fill(spec, views, source, progress)

@@ -73,6 +73,9 @@ class Rank:
             if part.dim is not None
         }
 
+    def kv_heads(self) -> list[tuple[int, int]]:
+        return [stage.spec.kv_heads(stage.info.head_dim) for stage in self.stages]
+
     def memory(self, path: str) -> list[tuple[int, int, int, int, int]]:
         """By stage: weights taken and estimated, KV taken and estimated, the arena's own figure."""
         info, found = check_model(path), []

@@ -98,6 +98,7 @@ def test_tokens_parts_and_memory(
     for found in ranks.call(tp, "answers", prompts, WANTED, tp):
         assert found == wanted
     _check_cover(ranks.call(tp, "parts"), tp)
+    _check_heads(ranks.call(tp, "kv_heads"), check_model(path).num_kv_heads)
     for memory in ranks.call(tp, "memory", str(path)):
         assert len(memory) == len(cuts) - 1
         for weights, weights_estimate, kv, kv_estimate, rest in memory:
@@ -120,6 +121,12 @@ def _check_cover(by_rank: list[list[Any]], tp: int) -> None:
         assert [start for start, _ in ranges] == edges[:-1], (layer, name)
         assert edges[-1] == shape[dim], (layer, name)
     assert cut > 0
+
+
+def _check_heads(by_rank: list[list[tuple[int, int]]], heads: int) -> None:
+    """The ranks of each stage have the model's KV heads in order, each once."""
+    for stage in zip(*by_rank, strict=True):
+        assert [head for first, last in stage for head in range(first, last)] == list(range(heads))
 
 
 @pytest.mark.parametrize(

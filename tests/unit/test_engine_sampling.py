@@ -19,8 +19,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from flexslurm.engine import drawing
+from flexslurm.engine.drawing import filtered
 from flexslurm.engine.philox import philox, uniform
-from flexslurm.engine.sampling import _adjusted, filtered, sample
+from flexslurm.engine.sampling import _adjusted, sample
 from flexslurm.messages import ChunkSampling, SamplingParams
 
 VOCAB = 97
@@ -80,41 +82,70 @@ def hf_scores(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return chain(torch.zeros((len(logits), 1), dtype=torch.long), logits.clone())
 
 
+def probabilities(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """What our filters leave, as a whole distribution."""
+    whole = torch.zeros(logits.shape, dtype=torch.float64)
+    for kept, rows in filtered(logits, params):
+        assert (kept.tokens[:, 1:] > kept.tokens[:, :-1]).all()
+        part = torch.zeros((len(rows), logits.shape[1]), dtype=torch.float64)
+        whole[rows] = part.scatter(1, kept.tokens, kept.weights)
+    return whole / whole.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("candidates", [(8, 24), ()], ids=["few-candidates", "whole-rows"])
 @given(
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 5, 40, VOCAB, 500]),
+    top_k=st.sampled_from([0, 1, 5, 7, 8, 40, VOCAB, 500]),
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     seed=st.integers(0, 50),
 )
 def test_filters_keep_what_transformers_keeps(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+    candidates: tuple[int, ...],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = logits_of(3, seed)
-    ours, theirs = filtered(logits, [params] * 3), hf_scores(logits, params)
-    assert torch.equal(ours == -math.inf, theirs == -math.inf)
-    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "_CANDIDATES", candidates)
+        ours = probabilities(logits, [params] * 3)
+    theirs = hf_scores(logits, params).softmax(-1)
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_are_filtered_each_by_its_own_settings() -> None:
+def test_rows_are_filtered_each_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "_CANDIDATES", (8,))
     settings = [
-        SamplingParams(temperature=0.5),
         SamplingParams(temperature=1.0, top_k=3),
         SamplingParams(temperature=1.0, top_k=30, top_p=0.4),
         SamplingParams(temperature=2.0, min_p=0.3),
         SamplingParams(temperature=1.5, top_p=0.8, min_p=0.1),
+        SamplingParams(temperature=9.0, top_p=0.99),
     ]
     logits = logits_of(len(settings))
-    together = filtered(logits, settings)
+    together = probabilities(logits, settings)
     for row, params in enumerate(settings):
-        assert torch.equal(together[row], filtered(logits[row : row + 1], [params])[0])
+        assert torch.equal(together[row], probabilities(logits[row : row + 1], [params])[0])
 
 
-def test_ties_at_the_kth_place_stay() -> None:
+@pytest.mark.parametrize("candidates", [(2,), ()])
+def test_ties_at_the_border_stay_whatever_the_order(
+    candidates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "_CANDIDATES", candidates)
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-    kept = filtered(logits, [SamplingParams(temperature=1.0, top_k=2)])[0] > -math.inf
-    assert kept.tolist() == [False, True, True, True, True, False]
+    wanted = [False, True, True, True, True, False]
+    for params in (
+        SamplingParams(temperature=1.0, top_k=2),
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=1.0, min_p=math.exp(-1.0) - 1e-9),
+    ):
+        assert (probabilities(logits, [params])[0] > 0).tolist() == wanted
 
 
 @given(
@@ -180,7 +211,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     logits = logits_of(1, seed=4, spread=1.0)
     params = {"temperature": 0.8, "top_p": 0.9, "seed": 12}
     count = 20_000
-    weights = filtered(logits, [SamplingParams(**params)])[0].softmax(-1).numpy()  # type: ignore[arg-type]
+    weights = probabilities(logits, [SamplingParams(**params)])[0].numpy()  # type: ignore[arg-type]
     drawn = [
         token
         for first in range(0, count, 500)
@@ -193,6 +224,13 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     assert counts[~kept].sum() == 0
     assert kept.sum() > 10
     assert chisquare(counts[kept], weights[kept] * count).pvalue > 1e-3
+
+
+def test_what_cannot_round_up_past_the_end_does_not() -> None:
+    weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]], dtype=torch.float64)
+    assert drawing._invert(weights, [0.0]) == [1]
+    assert drawing._invert(weights, [1.0 - 2.0**-53]) == [3]
+    assert drawing._invert(weights, [1.0]) == [3]
 
 
 def test_a_draw_inverts_the_distribution_at_the_number() -> None:
@@ -234,7 +272,7 @@ def test_slices_of_a_large_batch_make_no_difference(monkeypatch: pytest.MonkeyPa
     logits = logits_of(9)
     asked = [one(row, temperature=1.0, top_p=0.9) for row in range(9)]
     whole = sample(logits, asked)
-    monkeypatch.setattr("flexslurm.engine.sampling._SLICE_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setattr(drawing, "_SLICE_ELEMENTS", 2 * VOCAB)
     assert sample(logits, asked) == whole
 
 
