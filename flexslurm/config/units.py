@@ -49,7 +49,9 @@ class Quantity:
         for unit, factor in self.units:
             scaled = value / factor
             text = f"{scaled:.10g}"
-            exact = math.isclose(float(text) * factor, value, rel_tol=1e-14)
+            # An odd size must not be rounded; a time in binary fractions never is exact.
+            tolerance = 0.0 if isinstance(value, int) else 1e-14
+            exact = math.isclose(float(text) * factor, value, rel_tol=tolerance)
             if scaled >= 1 and len(text) <= 7 and exact:
                 return text + unit
         base = next(unit for unit, factor in self.units if factor == 1)
