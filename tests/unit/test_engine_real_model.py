@@ -58,3 +58,22 @@ def test_tokens_are_those_of_transformers(
     assert run(stages, lines_of(prompts, WANTED, 16, 16), most_chunk=6) == wanted
     taken = [stage_bytes(info, s.plan.lo, s.plan.hi, 1, 0, "float32") for s in stages]
     assert [stage.weights_bytes for stage in stages] == taken
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_memory_grows_by_what_the_arena_says(model: Path, arena: Arena) -> None:
+    info = check_model(model)
+    half = [0, info.num_layers // 2]
+    pipeline(model, half, arena, dtype="float32", block_tokens=256, kv_blocks=8)[0].close()
+    before = anonymous_bytes()
+    stage = pipeline(model, half, arena, dtype="float32", block_tokens=256, kv_blocks=512)[0]
+    assert stage.kv_bytes > 1 << 30, "untouched, and so not resident"
+    grown = anonymous_bytes() - before
+    assert stage.weights_bytes - (1 << 20) < grown < stage.weights_bytes + (24 << 20)
+    stage.close()
+    assert anonymous_bytes() - before < 24 << 20
