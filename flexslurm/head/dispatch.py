@@ -224,18 +224,16 @@ class Dispatch:
             return
         loads = {number: seat.load() for number, seat in seats.items()}
         smallest, largest = min(load.max_context for load in loads.values()), self.largest or 0
-        below: int | None = None
+        below = _MOST
         touched: set[int] = set()
         for live in tuple(self._held.values()):
-            if below is not None and below <= smallest:
+            if below <= smallest:
                 break
             wanted = min(live.most_tokens, largest)
-            if below is not None and wanted >= below:
-                continue
-            fit = [load for load in loads.values() if wanted <= load.max_context < (below or _MOST)]
+            fit = [load for load in loads.values() if wanted <= load.max_context < below]
             placement = choose(fit, live.tokens, live.most_tokens) if fit else None
             if placement is None or placement.replica is None:
-                below = wanted
+                below = min(below, wanted)
                 continue
             replica = placement.replica
             self._seat(live, placement, replica)

@@ -197,6 +197,26 @@ def test_a_held_long_one_is_not_overtaken_on_the_replica_it_needs() -> None:
     assert rig.ledger.empty
 
 
+def test_a_held_long_one_is_not_overtaken_by_one_that_could_start() -> None:
+    rig = Rig(max_waiting=100)
+    sizes = {"a": 30, "b": 3, "c": 30, "d": 1}
+    for name, prompt in sizes.items():
+        rig.submit(make_request(f"{name}/0", range(prompt), 9))
+    gear = rig.attach(make_replica(kv_blocks=15, max_context=60))
+    there = {s.request.seq_id for s in gear.drivers[0].scheduler.live()}
+    assert there == {"a/0", "b/0"}, "c finds too few blocks and no queue, d is behind it"
+    gear.run()
+    assert [entry for entry in rig.journal if entry[0] == "-"] == ["-a/0", "-b/0", "-c/0", "-d/0"]
+
+
+def test_what_waits_is_spread_over_the_new_replicas() -> None:
+    rig = Rig()
+    for n in range(6):
+        rig.submit(make_request(f"r{n}/0", (n,), 9))
+    gear = rig.attach(make_replica(), make_replica(), speeds=(10.0, 20.0))
+    assert [len(d.scheduler.live()) for d in gear.drivers] == [2, 4]
+
+
 def test_a_held_long_one_does_not_keep_a_small_replica_idle() -> None:
     rig = Rig(max_waiting=100)
     gear = rig.attach(
@@ -304,6 +324,18 @@ def test_one_that_fills_the_gear_ends_with_length_when_nothing_larger_comes() ->
     rig.ledger.tick(30.0)
     (last,) = stream.ready()
     assert (last.finish, last.position, last.error) == (FinishReason.LENGTH, 18, None)
+
+
+def test_one_that_outgrew_a_gear_and_was_served_again_is_not_called_complete() -> None:
+    rig = Rig(wait_s=30)
+    stream = rig.submit(make_request("r/0", (3, 4), 50))
+    rig.attach(make_replica(max_context=20)).run()
+    rig.ledger.detach_all()
+    gear = rig.attach(make_replica())
+    gear.answer()
+    rig.ledger.detach_all()
+    rig.ledger.tick(30.0)
+    assert stream.ready()[-1].finish is FinishReason.ERROR
 
 
 def test_the_wait_for_gpus_begins_anew_after_serving() -> None:
