@@ -39,8 +39,10 @@ def convert_gguf(file: Path, out: Path, dtype: str, say: Say) -> None:
             str(file.parent), gguf_file=file.name, dtype=torch.float32
         )
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{file}: transformers cannot read it: {reason[0]}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, KeyError):
+            reason = f"it lacks {reason}"
+        raise ModelError(f"transformers cannot read {file.name}: {reason}") from error
     _forget_quantization(model)
     say("writing the checkpoint")
     model.to(getattr(torch, dtype)).save_pretrained(out)
