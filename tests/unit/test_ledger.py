@@ -209,6 +209,16 @@ def test_a_held_long_one_is_not_overtaken_by_one_that_could_start() -> None:
     assert [entry for entry in rig.journal if entry[0] == "-"] == ["-a/0", "-b/0", "-c/0", "-d/0"]
 
 
+def test_one_behind_a_held_one_goes_to_a_replica_that_is_too_small_for_that() -> None:
+    rig = Rig(max_waiting=100)
+    for name, prompt, answer in (("a", 30, 9), ("b", 3, 20), ("c", 30, 9), ("d", 1, 9)):
+        rig.submit(make_request(f"{name}/0", range(prompt), answer))
+    small, big = make_replica(max_context=20), make_replica(kv_blocks=15, max_context=60)
+    gear = rig.attach(small, big, speeds=(1.0, 1000.0))
+    there = [[s.request.seq_id for s in d.scheduler.live()] for d in gear.drivers]
+    assert there == [["d/0"], ["a/0", "b/0"]]
+
+
 def test_what_waits_is_spread_over_the_new_replicas() -> None:
     rig = Rig()
     for n in range(6):
