@@ -29,6 +29,8 @@ from flexslurm.slurm.sandbox_site import site_yaml
 
 _MARK = "FLEXSLURM_SANDBOX"
 _START_TRIES = 4
+# What `down` may leave: the lock after a crash, with the logs that were to be kept.
+_LEFT = {"sandbox.lock", "log"}
 # The state file goes last: while it is there, `down` knows what there was.
 _FILES = (
     "slurm.conf", "gres.conf", "plugstack.conf", "munge.key", "munge.seed", "site.yaml",
@@ -89,13 +91,14 @@ class Sandbox:
         """
         sandbox_host.check_programs()
         sandbox_host.check_path(self.home)
-        made = not self.home.exists()
+        before = {path.name for path in self.home.iterdir()} if self.home.is_dir() else set()
         with self._locked(timeout_s):
             if self._state() is not None:
                 if self._answers():
                     return
                 self._clear()
-            elif not made and any(p.name != "sandbox.lock" for p in self.home.iterdir()):
+            elif before - _LEFT or before == {"log"}:
+                self._remove_home()
                 raise EnvironmentFault(
                     f"{self.home} holds files that are not a sandbox's",
                     hint="give an empty or a new directory",
@@ -110,7 +113,7 @@ class Sandbox:
     def down(self, *, keep_logs: bool = False, timeout_s: float = 30.0) -> None:
         """End every process and remove every file of this sandbox; right after any crash too."""
         if not self.home.is_dir():
-            self._end_processes(None)
+            self._clear()
             return
         with self._locked(timeout_s):
             self._clear(keep_logs=keep_logs)
@@ -193,7 +196,7 @@ class Sandbox:
                 self._wait_ready(config, layout, deadline)
                 return
             except _PortTaken:
-                self._end_processes(layout)
+                self._end_processes()
                 if left == 0:
                     raise EnvironmentFault("found no free ports for the daemons") from None
 
@@ -274,7 +277,7 @@ class Sandbox:
     def _clear(self, *, keep_logs: bool = False) -> None:
         """End all processes and remove all files but the lock, the logs if wanted, and home."""
         layout = self._layout_now()
-        self._end_processes(layout)
+        self._end_processes()
         if layout is not None and layout.run.parent != self.home:
             shutil.rmtree(layout.run, ignore_errors=True)
         shutil.rmtree(sandbox_host.short_run(self.home), ignore_errors=True)
@@ -288,7 +291,7 @@ class Sandbox:
         with contextlib.suppress(OSError):  # not empty: other files are not ours
             self.home.rmdir()
 
-    def _end_processes(self, layout: Layout | None) -> None:
+    def _end_processes(self) -> None:
         left = processes.end_all(self._members, term_s=1.5, kill_s=8.0)
         if left:
             names = ", ".join(f"{p.name} ({p.pid})" for p in left)
@@ -326,11 +329,16 @@ class Sandbox:
         return done.out
 
     def _answers(self) -> bool:
+        """Whether all daemons live and slurmctld answers."""
+        state = self._state()
+        ports = state.get("ports") if state is not None else None
+        if not isinstance(ports, dict) or len(self._daemons()) < len(ports) + 1:
+            return False
         try:
             self._slurm(["scontrol", "ping"], timeout_s=5.0)
         except (SlurmError, EnvironmentFault):
             return False
-        return len(self._daemons()) >= 3
+        return True
 
 
 def _program(name: str) -> str:
