@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -173,6 +173,8 @@ class FakeGenerator:
         self.live: dict[str, _Live] = {}
         self.requests: list[SequenceRequest] = []
         self.aborted: list[str] = []
+        self.given: Counter[str] = Counter()
+        """Tokens given to each sequence."""
         self._ticking = False
 
     # -- Generator
@@ -237,6 +239,7 @@ class FakeGenerator:
             return
         token = self.answer(request, position)
         live.position += 1
+        self.given[request.seq_id] += 1
         finish = None
         if token in request.stop.stop_token_ids and live.position > request.stop.min_tokens:
             finish = FinishReason.STOP

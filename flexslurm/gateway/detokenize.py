@@ -347,7 +347,11 @@ class _WindowText:
 
     def _give(self, text: str) -> str:
         new = text[len(self._given) :]
-        del self._tokens[:-WINDOW_TOKENS]
+        if not new:
+            # Tokens without text, such as skipped ones, must not push the context out.
+            del self._tokens[len(self._tokens) - self._pending :]
+        else:
+            del self._tokens[:-WINDOW_TOKENS]
+            self._given = self._decoding.decode(self._tokens, self._skip_special)
         self._pending = 0
-        self._given = self._decoding.decode(self._tokens, self._skip_special)
         return new

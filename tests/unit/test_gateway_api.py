@@ -251,15 +251,17 @@ async def test_a_stop_string_ends_the_answer_and_the_sequence() -> None:
 @in_loop
 async def test_one_choice_that_stops_leaves_the_others_running() -> None:
     def answer(request: Any, position: int) -> int:
-        words = "one END two" if request.sampling.seed == 0 else "three four five six"
+        words = "one END two " * 9 if request.sampling.seed == 0 else "three four five six " * 9
         return [*small_text().encode(words, add_special_tokens=False), 2][position]
 
     async with gateway(FakeGenerator(answer)) as g:
         done = await g.client.completions.create(
-            model=MODEL, prompt="go", n=2, seed=0, stop="END", max_tokens=60
+            model=MODEL, prompt="go", n=2, seed=0, stop="END", max_tokens=200
         )
-        assert [choice.text for choice in done.choices] == ["one ", "three four five six"]
+        assert [choice.text for choice in done.choices] == ["one ", "three four five six " * 9]
         assert [choice.finish_reason for choice in done.choices] == ["stop", "stop"]
+        stopped, ran = (g.generator.given[request.seq_id] for request in g.generator.requests)
+        assert stopped < 12 < 60 < ran
 
 
 @in_loop
