@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,16 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.shift import InstalledGear
+from flexslurm.engine.families import check_model
+from flexslurm.engine.ownership import ShardMap
+from flexslurm.engine.placing import place_gear
 from flexslurm.errors import ModelError
 from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
 from flexslurm.messages import Pacing
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 from flexslurm.planner.problem import Problem, StageKind
-from flexslurm.planner.placement import GpuRef, Owned, PhysicalNode, place
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
@@ -35,6 +39,13 @@ class ServicePlanner:
         }
         self._problem = Problem(self.spec, self.topology, self.goal, self._acted)
         self._known: dict[Signature, Gear | NoGear] = {}
+        self._service = service
+
+    @cached_property
+    def shards(self) -> ShardMap:
+        """What every place of a gear has, as the engine cuts it."""
+        model, serving = self._service.model, self._service.serving
+        return ShardMap(check_model(model.path), model.dtype, serving.block_tokens)
 
     def choose(self, signature: Signature) -> Gear | NoGear:
         """The gear for an allocation; planned once."""
@@ -52,13 +63,12 @@ class ServicePlanner:
             PhysicalNode(a.id, a.hello.gpu_type, tuple(gpu.index for gpu in a.hello.gpus))
             for a in agents
         ]
-        owned: dict[GpuRef, Owned] = {}
+        before: Current | None = None
         if current is not None:
-            for slot, at in current.placement.items():
-                stage = current.gear.replicas[slot.replica].stages[slot.stage]
-                owned[GpuRef(at.agent, at.gpu)] = Owned(slot, stage.lo, stage.hi, stage.tp)
-        placed = place(gear, nodes, owned, self.spec)
-        return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.slots.items()}
+            at = {slot: GpuRef(at.agent, at.gpu) for slot, at in current.placement.items()}
+            before = Current(current.gear, at)
+        placed = place_gear(self.shards, gear, nodes, before)
+        return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         """How virtual GPUs spend time in this gear; real ones have no entry."""

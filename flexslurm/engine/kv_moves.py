@@ -1,0 +1,111 @@
+"""Which KV pages a new replica takes from whom; pure, moves nothing itself.
+
+Every rank of a replica has a box of layers and heads, and the boxes of a replica tile the model.
+So each new rank takes, from each old rank whose box meets its own, exactly what both have; where
+both are one worker the pages are shared and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import msgspec
+
+from flexslurm.engine.ownership import KvBox, ReplicaAt, ShardMap
+from flexslurm.engine.reshard import Link
+from flexslurm.messages import PullKv
+
+
+class KvPull(msgspec.Struct, frozen=True):
+    """A pull, who is told to do it, and what moves."""
+
+    to: str
+    """The new owner's worker."""
+    message: PullKv
+    nbytes: int
+    """0 where pages are shared."""
+    link: Link
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What one old rank has that one new rank needs."""
+
+    old: int
+    """Index of the old replica's seat."""
+    new: int
+    box: KvBox
+    link: Link
+
+
+def movable(old: ReplicaAt, gone: Collection[str]) -> bool:
+    """Whether the replica's KV can be moved: every member holds a part of every sequence's."""
+    return not set(old.workers) & set(gone)
+
+
+def meetings(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> Iterator[Meeting]:
+    """All parts of a block's pages, by who has them and who needs them; they tile the block."""
+    had = [shards.kv_box(held) for held in old.holdings]
+    for j, needs in enumerate(new.holdings):
+        wanted = shards.kv_box(needs)
+        for i, box in enumerate(had):
+            shared = box.meet(wanted)
+            if shared is not None:
+                yield Meeting(i, j, shared, _link(old, i, new, j))
+
+
+def _link(old: ReplicaAt, i: int, new: ReplicaAt, j: int) -> Link:
+    source, target = old.seats[i], new.seats[j]
+    if source.worker == target.worker:
+        return Link.HELD
+    return Link.NODE if source.node == target.node else Link.NETWORK
+
+
+def kv_pulls(
+    shards: ShardMap,
+    old: ReplicaAt,
+    new: ReplicaAt,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    first_ticket: int,
+    rate_bytes_per_s: float = 0.0,
+    timeout_s: float = 60.0,
+) -> tuple[KvPull, ...]:
+    """The messages that bring these blocks, `(old block, new block)`, to their new owners.
+
+    Tickets rise by one from `first_ticket`. The old replica must be `movable`.
+    """
+    if not pairs:
+        return ()
+    page_bytes = shards.page_bytes
+    return tuple(
+        KvPull(
+            to=new.seats[met.new].worker,
+            message=PullKv(
+                epoch=new.epoch,
+                ticket=first_ticket + number,
+                source=old.source(met.old),
+                layers=met.box.layers,
+                heads=met.box.heads,
+                pairs=tuple(pairs),
+                rate_bytes_per_s=rate_bytes_per_s,
+                timeout_s=timeout_s,
+            ),
+            nbytes=0 if met.link is Link.HELD else met.box.pages * len(pairs) * page_bytes,
+            link=met.link,
+        )
+        for number, met in enumerate(meetings(shards, old, new))
+    )
+
+
+def kv_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[Link, int]:
+    """Bytes of one block that goes from the one replica to the other, by link."""
+    found = dict.fromkeys(Link, 0)
+    for met in meetings(shards, old, new):
+        found[met.link] += met.box.pages * shards.page_bytes
+    return found
+
+
+def moved_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> int:
+    """Bytes of one block that leave their GPU: the cost of a route."""
+    by_link = kv_block_bytes(shards, old, new)
+    return sum(nbytes for link, nbytes in by_link.items() if link is not Link.HELD)

@@ -1,0 +1,314 @@
+"""A whole shift on paper: what stays, what moves over which link, how long, what is lost; pure.
+
+The head acts on the parts; `flexslurm shift --dry-run` prints the whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
+from flexslurm.engine.kv_moves import meetings, movable, moved_block_bytes
+from flexslurm.engine.memory_plan import MemoryPlan, Verdict, memory_plan
+from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
+from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, bytes_by_link, weight_moves
+from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
+from flexslurm.gear import Slot
+from flexslurm.messages import WeightHolder
+
+
+class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What transfers may count on, in bytes per second of the whole link."""
+
+    gpu: float = 200e9
+    node: float = 20e9
+    network: float = 12.5e9
+    checkpoint: float = 1e9
+    share: float = 0.6
+    """Of node and network links, while the old gear serves."""
+    limit: float | None = None
+    """Absolute bound of what one source sends, where the service sets one."""
+
+    def rate(self, link: Link, *, paced: bool = True) -> float:
+        """Bytes per second; `paced`: beside the serving gear."""
+        whole: float = {
+            Link.GPU: self.gpu,
+            Link.NODE: self.node,
+            Link.NETWORK: self.network,
+            Link.CHECKPOINT: self.checkpoint,
+        }.get(link, float("inf"))
+        if link not in (Link.NODE, Link.NETWORK):
+            return whole
+        bound = whole * self.share if paced else whole
+        return min(bound, self.limit) if self.limit is not None else bound
+
+
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes from a source to a target over a link; `source` is "" for the checkpoint."""
+
+    source: str
+    target: str
+    link: Link
+    nbytes: int
+
+
+class SlotMoves(msgspec.Struct, frozen=True):
+    """What one slot of the new gear takes."""
+
+    slot: Slot
+    worker: str
+    moves: tuple[WeightMove, ...]
+
+    @property
+    def by_link(self) -> dict[Link, int]:
+        return bytes_by_link(self.moves)
+
+
+class ShiftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shift is planned from."""
+
+    old: tuple[ReplicaAt, ...]
+    new: tuple[ReplicaAt, ...]
+    """Kept replicas under their old epoch and index."""
+    kept: dict[int, int]
+    """New number → old number."""
+    live: tuple[LiveKv, ...]
+    """Their `replica` is an index into `old`."""
+    arenas: dict[str, int]
+    """Bytes by worker, of all workers of both gears."""
+    spares: tuple[WeightHolder, ...] = ()
+    """Further workers that hold weights."""
+    gone: frozenset[str] = frozenset()
+    """Workers that are lost: they give nothing."""
+    leaving_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds that workers on notice still answer."""
+    rates: LinkRates = LinkRates()
+    step_s: float = 0.05
+    probe_s: float = 0.0
+
+
+class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
+    """The answer; every figure in bytes and seconds."""
+
+    kept: dict[int, int]
+    slots: tuple[SlotMoves, ...]
+    routes: Routes
+    staying: tuple[str, ...]
+    """Sequences whose replica is kept."""
+    recomputed: tuple[str, ...]
+    """Sequences that go on from their tokens: a member of their replica is lost."""
+    scheduled: tuple[Scheduled, ...]
+    """With a deadline: what is moved, best first; other sequences are recomputed."""
+    memory: MemoryPlan
+    weights: tuple[Traffic, ...]
+    kv: tuple[Traffic, ...]
+    transfer_s: float
+    pause_s: float
+
+    @cached_property
+    def totals(self) -> dict[str, dict[Link, int]]:
+        """Bytes by link, of `weights` and of `kv`."""
+        return {"weights": _totals(self.weights), "kv": _totals(self.kv)}
+
+    def lines(self) -> tuple[str, ...]:
+        """The plan in words, for people."""
+        kept = ", ".join(f"{old} → {new}" for new, old in sorted(self.kept.items()))
+        found = [f"replicas that stay: {kept or 'none'}"]
+        for what, by_link in self.totals.items():
+            parts = [f"{size(by_link[link])} {_WORDS[link]}" for link in Link if by_link[link]]
+            found.append(f"{what}: {', '.join(parts) or 'nothing'}")
+        found.append(f"memory: {self.memory.why}")
+        if self.memory.verdict is Verdict.STOP:
+            found.append(f"serving stops; {size(self.memory.parked_bytes)} of KV are parked")
+        moving, lost = len(self.routes.to), len(self.recomputed)
+        found.append(
+            f"sequences: {len(self.staying)} stay, {moving} move, {lost} are recomputed, "
+            f"{len(self.routes.evicted)} are evicted, {len(self.routes.unfit)} are too long"
+        )
+        found.append(f"estimated: {self.transfer_s:.2f} s of transfer, {self.pause_s:.3f} s pause")
+        return tuple(found)
+
+
+_WORDS = {
+    Link.HELD: "stay in place",
+    Link.GPU: "copied inside a GPU",
+    Link.NODE: "inside a node",
+    Link.NETWORK: "over the network",
+    Link.CHECKPOINT: "from the checkpoint",
+}
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
+    """Everything a shift moves, keeps and needs, from who is where and what is live."""
+    stay = set(facts.kept.values())
+    staying = [one for one in facts.live if one.replica in stay]
+    able = [movable(replica, facts.gone) for replica in facts.old]
+    moving = [one for one in facts.live if one.replica not in stay and able[one.replica]]
+    lost = [one for one in facts.live if one.replica not in stay and not able[one.replica]]
+    costs = [
+        [moved_block_bytes(shards, source, target) for target in facts.new] for source in facts.old
+    ]
+    rooms = rooms_of([r.replica for r in facts.new], facts.kept, staying)
+    routes = route_sequences(moving, costs, rooms)
+    slots = tuple(_slot_moves(shards, facts))
+    weights = _weight_traffic(slots, facts)
+    kv = _kv_traffic(shards, facts, moving, routes, last=False)
+    memory = memory_plan(
+        shards, facts.old, facts.new, facts.kept, (*staying, *moving), routes.to, facts.arenas
+    )
+    last = _kv_traffic(shards, facts, moving, routes, last=True)
+    stop = memory.verdict is Verdict.STOP
+    transfer_s = _seconds((*weights, *kv), facts, paced=not stop)
+    ending = _seconds(last, facts, paced=False) + facts.probe_s + 3 * facts.step_s
+    return ShiftPlan(
+        kept=dict(facts.kept),
+        slots=slots,
+        routes=routes,
+        staying=tuple(one.seq_id for one in staying),
+        recomputed=tuple(one.seq_id for one in lost),
+        scheduled=_scheduled(shards, facts, moving, routes, weights),
+        memory=memory,
+        weights=weights,
+        kv=kv,
+        transfer_s=transfer_s,
+        pause_s=transfer_s + ending if stop else ending,
+    )
+
+
+def holders_of(
+    old: Sequence[ReplicaAt], spares: Sequence[WeightHolder] = (), gone: Collection[str] = ()
+) -> tuple[WeightHolder, ...]:
+    """Everyone who may be asked for weights, in a fixed order: for `Install.holders`."""
+    known = [holder for replica in old for holder in replica.holders()]
+    return tuple(holder for holder in (*known, *spares) if holder.worker not in gone)
+
+
+def _slot_moves(shards: ShardMap, facts: ShiftFacts) -> Sequence[SlotMoves]:
+    holders = holders_of(facts.old, facts.spares, facts.gone)
+    found = []
+    for number, replica in enumerate(facts.new):
+        if number in facts.kept:
+            continue
+        for slot, seat, need in zip(replica.slots, replica.seats, replica.holdings, strict=True):
+            moves = weight_moves(shards, need, seat.worker, seat.node, holders)
+            found.append(SlotMoves(slot, seat.worker, moves))
+    return found
+
+
+def _weight_traffic(slots: Sequence[SlotMoves], facts: ShiftFacts) -> tuple[Traffic, ...]:
+    holders = holders_of(facts.old, facts.spares, facts.gone)
+    sums: Counter[tuple[str, str, Link]] = Counter()
+    for slot in slots:
+        for move in slot.moves:
+            source = "" if move.source == CHECKPOINT else holders[move.source].worker
+            sums[source, slot.worker, move.link] += move.nbytes
+    return _traffic(sums)
+
+
+def _kv_traffic(
+    shards: ShardMap,
+    facts: ShiftFacts,
+    moving: Sequence[LiveKv],
+    routes: Routes,
+    *,
+    last: bool,
+) -> tuple[Traffic, ...]:
+    """All blocks that move; with `last`, only the one of each sequence that is not full."""
+    blocks: Counter[tuple[int, int]] = Counter()
+    for one in moving:
+        if one.seq_id in routes.to:
+            blocks[one.replica, routes.to[one.seq_id]] += min(one.blocks, 1) if last else one.blocks
+    sums: Counter[tuple[str, str, Link]] = Counter()
+    for (i, j), count in blocks.items():
+        old, new = facts.old[i], facts.new[j]
+        for met in meetings(shards, old, new):
+            key = (old.seats[met.old].worker, new.seats[met.new].worker, met.link)
+            sums[key] += met.box.pages * shards.page_bytes * count
+    return _traffic(sums)
+
+
+def _traffic(sums: Counter[tuple[str, str, Link]]) -> tuple[Traffic, ...]:
+    return tuple(Traffic(*key, nbytes) for key, nbytes in sorted(sums.items()))
+
+
+def _totals(traffic: Sequence[Traffic]) -> dict[Link, int]:
+    found = dict.fromkeys(Link, 0)
+    for one in traffic:
+        found[one.link] += one.nbytes
+    return found
+
+
+def _seconds(traffic: Sequence[Traffic], facts: ShiftFacts, *, paced: bool) -> float:
+    """Time of what runs side by side: the busiest end of any link decides.
+
+    Workers send and receive inside a node each for itself; the network is the node's.
+    """
+    places = _places(facts)
+    ends: Counter[tuple[str, str, Link]] = Counter()
+    for one in traffic:
+        network = one.link is Link.NETWORK
+        for way, worker in (("out", one.source), ("in", one.target)):
+            if worker:
+                end = places[worker].node if network else worker
+                ends[way, end, one.link] += one.nbytes
+    return max(
+        (nbytes / facts.rates.rate(link, paced=paced) for (_, _, link), nbytes in ends.items()),
+        default=0.0,
+    )
+
+
+def _places(facts: ShiftFacts) -> Mapping[str, Seat]:
+    seats = {s.worker: s for replica in (*facts.old, *facts.new) for s in replica.seats}
+    return {h.worker: Seat(h.worker, h.node) for h in facts.spares} | seats
+
+
+def _scheduled(
+    shards: ShardMap,
+    facts: ShiftFacts,
+    moving: Sequence[LiveKv],
+    routes: Routes,
+    weights: Sequence[Traffic],
+) -> tuple[Scheduled, ...]:
+    """What fits before workers on notice go, best first; empty where nobody leaves."""
+    if not facts.leaving_s:
+        return ()
+    reserved: Counter[str] = Counter()
+    for flow in weights:
+        if flow.link in (Link.NODE, Link.NETWORK):
+            reserved[flow.source] += flow.nbytes
+    rate = facts.rates.rate(Link.NETWORK)
+    budgets: dict[str, int] = {}
+    for worker, seconds in facts.leaving_s.items():
+        budgets |= source_budgets([worker], rate, seconds, reserved)
+    sent: dict[tuple[int, int], dict[str, int]] = {}
+    candidates = []
+    for one in moving:
+        target = routes.to.get(one.seq_id)
+        if target is None:
+            continue
+        key = (one.replica, target)
+        if key not in sent:
+            sent[key] = _sent_per_block(shards, facts.old[one.replica], facts.new[target])
+        candidates.append(Candidate(one.seq_id, one.blocks, sent[key]))
+    return deadline_schedule(candidates, budgets, shards.block_tokens)
+
+
+def _sent_per_block(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for met in meetings(shards, old, new):
+        if met.link is not Link.HELD:
+            sums[old.seats[met.old].worker] += met.box.pages * shards.page_bytes
+    return dict(sums)
