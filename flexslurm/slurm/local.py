@@ -37,17 +37,23 @@ class LocalSubmitter:
         *,
         kill_wait_s: float = 5.0,
         env: Mapping[str, str] | None = None,
+        steps: bool = False,
     ) -> None:
-        """`env` is added to every job's environment, as the site file's is on Slurm."""
+        """`env` is added to every job's environment, as the site file's is on Slurm.
+
+        `steps`: the commands start Slurm steps, which get their identity from Slurm, not from us.
+        """
         self._jobs = service_dir.absolute() / "jobs"
         self._kill_wait_s = kill_wait_s
         self._env = dict(env or {})
+        self._as_steps = steps
 
-    def submit(self, spec: PilotSpec | HeadSpec) -> str:
+    def submit(self, spec: PilotSpec | HeadSpec, *, place: str | None = None) -> str:
+        """Start it; `place` is noted for `places`."""
         directory = self._new_directory()
         try:
             spec.log_dir.mkdir(parents=True, exist_ok=True)
-            job = self._job(directory.name, spec)
+            job = self._job(directory.name, spec) | {"place": place}
             _write(directory / "job.json", job)
             keeper = self._start_keeper(directory, job["env"])
             _write(directory / "keeper.json", {"keeper": keeper})
@@ -65,6 +71,18 @@ class LocalSubmitter:
                 processes.send(keeper, signal.SIGTERM)
             else:
                 self._kill_left(job_id)
+
+    def places(self) -> set[str]:
+        """The places of jobs of this machine that are not over."""
+        jobs = {path.parent.name: _read(path) for path in self._jobs.glob("local-*/job.json")}
+        here = {i: job for i, job in jobs.items() if job.get("place") and job["boot"] == _boot()}
+        return {str(job["place"]) for i, job in here.items() if not self._state(i).state.over}
+
+    def wait(self, job_id: str, *, every_s: float = 1.0) -> JobInfo:
+        """Wait, without an end, until a job is over."""
+        while not (info := self._state(job_id)).state.over and info.known:
+            time.sleep(every_s)
+        return info
 
     def preempt(self, job_id: str, *, grace_s: float, away_s: float = 1.0) -> None:
         """Take the job's GPUs as Slurm would: SIGTERM, `grace_s`, SIGKILL; back after `away_s`."""
@@ -105,6 +123,9 @@ class LocalSubmitter:
             "env": {**inherited, **self._env, **spec.env},
             "log_dir": str(spec.log_dir.absolute()),
             "kill_wait_s": self._kill_wait_s,
+            "boot": _boot(),
+            "host": os.uname().nodename,
+            "identity": not self._as_steps,
         }
 
     def _start_keeper(self, directory: Path, env: Mapping[str, str]) -> tuple[int, int]:
@@ -140,10 +161,13 @@ class LocalSubmitter:
         job = _read(directory / "job.json")
         if not job_id.startswith("local-") or not job:
             return unknown(job_id, "no such local job")
-        alive = self._keeper(job_id) is not None
+        ours = job["boot"] == _boot()
+        alive = ours and self._keeper(job_id) is not None  # before its last word is read
         status = _read(directory / "status.json")
         state = job_state(str(status.get("state", "PENDING")))
         reason = str(status.get("reason", ""))
+        if not ours and not state.over:
+            return unknown(job_id, f"it belongs to {job['host']}, or to before this boot")
         if not alive and not state.over:
             tasks = self._tasks_left(job_id)
             state = JobState.RUNNING if tasks else JobState.FAILED
@@ -172,6 +196,14 @@ class LocalSubmitter:
         roots = self._tasks_left(job_id)
         for process in processes.with_descendants(roots, processes.everything()):
             processes.send(process, signal.SIGKILL)
+
+
+def _boot() -> str:
+    """Of this start of this machine: process ids of another one mean nothing here."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:

@@ -96,14 +96,11 @@ class Keeper:
         job = self.job
         log = Path(job["log_dir"]) / f"{job['name']}.{job['id']}.{job['name']}-{index}.log"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        env = {
-            **job["env"],
-            # What an agent reads of a Slurm step.
-            "SLURMD_NODENAME": f"{job['name']}-{index}",
-            "SLURM_JOB_ID": job["id"],
-        }
-        if self.restarts:
-            env["SLURM_RESTART_COUNT"] = str(self.restarts)
+        env = dict(job["env"])
+        if job["identity"]:  # what an agent reads of a Slurm step
+            env |= {"SLURMD_NODENAME": f"{job['name']}-{index}", "SLURM_JOB_ID": job["id"]}
+            if self.restarts:
+                env["SLURM_RESTART_COUNT"] = str(self.restarts)
         return os.posix_spawnp(
             job["command"][0], job["command"], env, setsid=True, setsigmask=[],
             setsigdef=[signal.SIGPIPE],

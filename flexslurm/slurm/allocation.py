@@ -1,0 +1,207 @@
+"""Pilots as steps of the one allocation this process runs in; never asks Slurm for more nodes.
+
+`sbatch/serve.sh` starts everything in one job, heterogeneous or not: the head in its batch step,
+and one step per pilot. Slurm preempts such a job as a whole: this is the way for a fixed shape.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexslurm.config.service import Fragment
+from flexslurm.config.site import Site
+from flexslurm.errors import CapacityError, EnvironmentFault, SlurmError
+from flexslurm.slurm.client import SlurmClient
+from flexslurm.slurm.gres import parse_gres
+from flexslurm.slurm.jobs import JobInfo
+from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.slurm.nodelist import expand, expand_counts
+from flexslurm.slurm.script import HeadSpec, PilotSpec, log_pattern
+
+# How `scontrol show job -d` prints what a job holds on some of its nodes.
+_HELD = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedNode:
+    """One node of the allocation, with GPUs of one type."""
+
+    name: str
+    het_group: int | None
+    """The component of a heterogeneous job; None: the job has no components."""
+    gpu_type: str
+    """As in the site file."""
+    gpus: int
+    cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A component of the job, from the environment of its batch step."""
+
+    het_group: int | None
+    job_id: str
+    nodes: tuple[str, ...]
+    cpus: tuple[int, ...]
+
+
+def components(environ: Mapping[str, str]) -> list[Component]:
+    """The job's components. Raises EnvironmentFault outside of a job.
+
+    Ids are read, not counted up from the first: Slurm does not promise that they follow each other.
+    In the batch step SLURM_JOB_NODELIST is the first component's alone.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        raise EnvironmentFault(
+            "this is not inside a Slurm job", hint="submit it: sbatch sbatch/serve.sh SERVICE.yaml"
+        )
+    size = environ.get("SLURM_HET_SIZE", "")
+    if not size.isdecimal():
+        return [_component(environ, None, "")]
+    return [_component(environ, n, f"_HET_GROUP_{n}") for n in range(int(size))]
+
+
+def _component(environ: Mapping[str, str], het_group: int | None, suffix: str) -> Component:
+    nodes = expand(environ.get(f"SLURM_JOB_NODELIST{suffix}", ""))
+    counts = expand_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "1"))
+    cpus = counts if len(counts) == len(nodes) else [min(counts)] * len(nodes)
+    job_id = environ.get(f"SLURM_JOB_ID{suffix}", environ["SLURM_JOB_ID"])
+    return Component(het_group, job_id, tuple(nodes), tuple(cpus))
+
+
+def allocated_nodes(component: Component, details: str, site: Site) -> list[AllocatedNode]:
+    """A component's nodes that hold GPUs; `details` is what `scontrol show job -d -o` says of it.
+
+    Raises SlurmError for GPUs of a type that the site file does not have.
+    """
+    found: dict[str, AllocatedNode] = {}
+    cpus = dict(zip(component.nodes, component.cpus, strict=True))
+    for nodes, gres in _HELD.findall(details):
+        for entry in parse_gres(gres):
+            if not entry.whole_gpus:
+                continue
+            gpu_type = _site_type(entry.type, site)
+            for name in expand(nodes):
+                found[name] = AllocatedNode(
+                    name, component.het_group, gpu_type, entry.whole_gpus, cpus.get(name, 1)
+                )
+    return [found[name] for name in component.nodes if name in found]
+
+
+def _site_type(slurm_type: str | None, site: Site) -> str:
+    matches = [
+        name for name, entry in site.gpu_types.items() if (entry.slurm_type or name) == slurm_type
+    ]
+    if slurm_type is None and len(site.gpu_types) == 1:
+        matches = list(site.gpu_types)
+    if len(matches) != 1:
+        known = ", ".join(entry.slurm_type or name for name, entry in site.gpu_types.items())
+        raise SlurmError(
+            f"the job holds GPUs of the type '{slurm_type}', which the site file does not name",
+            hint=f"ask for --gres=gpu:TYPE:N with one of: {known}",
+        )
+    return matches[0]
+
+
+def step_command(node: AllocatedNode, spec: PilotSpec, site: Site, job_id: str) -> tuple[str, ...]:
+    """The srun that runs a pilot's command on one node of the allocation."""
+    group = [] if node.het_group is None else [f"--het-group={node.het_group}"]
+    return (
+        site.slurm.commands.get("srun", "srun"), f"--jobid={job_id}", *group,
+        f"--job-name={spec.name}", "--unbuffered", "--overlap", "--no-kill",
+        "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--nodes=1", "--ntasks=1",
+        f"--nodelist={node.name}", f"--cpus-per-task={node.cpus}",
+        f"--output={log_pattern(spec.log_dir, spec.name, f'%j.{node.name}')}",
+        "--open-mode=append", *spec.command,
+    )  # fmt: skip
+
+
+class AllocationSubmitter:
+    """Steps in the job this process belongs to; ids and states as LocalSubmitter's.
+
+    Cancelling ends a step at once: srun kills its tasks without a warning.
+    """
+
+    def __init__(
+        self, site: Site, service_dir: Path, *, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self.site = site
+        self.job_id = environ.get("SLURM_JOB_ID", "")
+        self._environ = environ
+        self._client = SlurmClient(site.slurm, environ=environ)
+        self._nodes: list[AllocatedNode] | None = None
+        srun_env = {k: environ[k] for k in ("SLURM_CONF",) if k in environ}
+        self._steps = LocalSubmitter(
+            service_dir, kill_wait_s=site.slurm.kill_wait, env={**site.env, **srun_env}, steps=True
+        )
+
+    def nodes(self) -> list[AllocatedNode]:
+        """The nodes with GPUs; asked of Slurm once."""
+        if self._nodes is None:
+            self._nodes = [
+                node
+                for component in components(self._environ)
+                for node in allocated_nodes(component, self._details(component.job_id), self.site)
+            ]
+        return self._nodes
+
+    def _details(self, job_id: str) -> str:
+        return self._client.call("scontrol", "show", "job", "-d", "-o", job_id).out
+
+    def pool(self) -> list[Fragment]:
+        """The pool that this allocation is: one pilot per node."""
+        shapes = dict.fromkeys((node.gpu_type, node.gpus) for node in self.nodes())
+        counts = [(s, sum((n.gpu_type, n.gpus) == s for n in self.nodes())) for s in shapes]
+        return [Fragment(gpu_type=t, gpus=g, count=count) for (t, g), count in counts]
+
+    def submit(self, spec: PilotSpec | HeadSpec) -> str:
+        if isinstance(spec, HeadSpec):
+            return self._steps.submit(spec)
+        node = self._free_node(spec)
+        command = step_command(node, spec, self.site, self.job_id)
+        return self._steps.submit(replace(spec, command=command), place=node.name)
+
+    def _free_node(self, spec: PilotSpec) -> AllocatedNode:
+        taken = self._steps.places()
+        fits = [n for n in self.nodes() if n.gpu_type == spec.gpu_type and n.gpus >= spec.gpus]
+        free = [node for node in fits if node.name not in taken]
+        if spec.nodes != 1 or not free:
+            have = ", ".join(f"{n.name} ({n.gpus} {n.gpu_type})" for n in self.nodes()) or "none"
+            raise CapacityError(
+                f"the allocation has no free node for {spec.name}: {spec.nodes} x {spec.gpus} "
+                f"{spec.gpu_type}; its nodes with GPUs: {have}",
+                hint="inside one allocation each pilot is one node: match 'pool' to the job",
+            )
+        return min(free, key=lambda node: node.gpus)
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
+        """The steps, with what is known of the whole job's end; raises SlurmUnavailable."""
+        infos = self._steps.states(job_ids)
+        whole = self._client.jobs([self.job_id], self._grace())[self.job_id]
+        return {
+            job_id: replace(info, preempt_in_s=whole.preempt_in_s, end_in_s=whole.end_in_s)
+            if info.state.active
+            else info
+            for job_id, info in infos.items()
+        }
+
+    def _grace(self) -> dict[str, float]:
+        return {name: partition.grace for name, partition in self.site.partitions.items()}
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        self._steps.cancel(job_ids)
+
+    def preview(self, spec: PilotSpec | HeadSpec) -> str:
+        if isinstance(spec, HeadSpec):
+            return self._steps.preview(spec)
+        node = self._free_node(spec)
+        return shlex.join(step_command(node, spec, self.site, self.job_id)) + "\n"
+
+    def wait(self, job_id: str, *, every_s: float = 1.0) -> JobInfo:
+        """Wait, without an end, until a job is over: the batch step must not end before."""
+        return self._steps.wait(job_id, every_s=every_s)
