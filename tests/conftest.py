@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKEN = uuid.uuid4().hex
 os.environ[leaks.TOKEN_VARIABLE] = TOKEN
 
+_PREPARED = ROOT / ".cache" / "models" / "smollm2"
+if (_PREPARED / "prepared.json").is_file():
+    os.environ.setdefault("FLEXSLURM_TEST_MODEL", str(_PREPARED))
+
 settings.register_profile("everyday", max_examples=60, deadline=None)
 settings.register_profile(
     "ci",
@@ -116,11 +120,7 @@ def smollm2() -> Path:
     named = os.environ.get("FLEXSLURM_TEST_MODEL")
     if named:
         return Path(named).resolve(strict=True)
-    cache = ROOT / ".cache"
-    path = cache / "models" / "smollm2"
-    if (path / "prepared.json").is_file():
-        return path
-    return _prepare_once(cache, path)
+    return _prepare_once(ROOT / ".cache", _PREPARED)
 
 
 def _prepare_once(cache: Path, path: Path) -> Path:

