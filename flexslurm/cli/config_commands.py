@@ -59,7 +59,10 @@ def show(
     if service_file is not None:
         found["service"] = load_service(service_file, overrides).settings()
     if site_file is not None:
-        found["site"] = load_site(site_file, overrides).settings()
+        from flexslurm.cli.site_figures import with_catalogue
+
+        site = load_site(site_file, overrides)
+        found["site"] = with_catalogue(site.value, site.settings())
     if changed:
         found = {
             name: [setting for setting in settings if setting.origin is not Origin.DEFAULT]
@@ -113,9 +116,11 @@ def _as_text(found: dict[str, list[Setting]]) -> str:
 @click.option("--cluster", type=click.Choice(["slurm", "local"]), default="slurm")
 def check(service_file: Path, site_file: Path, overrides: tuple[str, ...], cluster: str) -> None:
     """Check a service file against a site file, as launch does."""
+    from flexslurm.cli.site_figures import check_figures
     from flexslurm.config.check import load_pair
 
     pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster)
+    check_figures(pair.service, pair.site)
     for note in pair.notes:
         click.echo(f"note: {note}")
     click.echo(f"{service_file} fits {site_file}")

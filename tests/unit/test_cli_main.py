@@ -234,3 +234,63 @@ def test_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "source": f"{site}:2",
     }
     assert rows["slurm.kill_wait"]["origin"] == "default"
+
+
+SERVICE = """\
+name: chat
+model: {path: .}
+pool: [{partition: p, gpu_type: card, gpus: 1}]
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> tuple[str, str]:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "service.yaml").write_text(SERVICE)
+    (tmp_path / "site.yaml").write_text(
+        "name: here\ngpu_types:\n  card: {model: a100-80}\npartitions: {p: {}}\n"
+    )
+    return str(tmp_path / "service.yaml"), str(tmp_path / "site.yaml")
+
+
+def test_config_show_names_the_catalogue(
+    settings: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.run(["config", "show", "--site", settings[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith("gpu_types.card.memory ")]
+    assert line.split(maxsplit=2)[1:] == ["80GiB", "default (catalogue: a100-80)"]
+
+
+def test_config_show_of_what_was_changed_only(
+    settings: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, _ = settings
+    arguments = ["config", "show", "--service", service, "--changed", "--set", "slo.ttft=2s"]
+    assert cli_main.run(arguments) == 0
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert shown == {
+        "name", "model.path", "pool.0.partition", "pool.0.gpu_type", "pool.0.gpus", "slo.ttft"
+    }  # fmt: skip
+
+
+def test_config_check_says_yes_or_where(
+    settings: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, site = settings
+    arguments = ["config", "check", "--service", service, "--site", site]
+    assert cli_main.run(arguments) == 0
+    assert "fits" in capsys.readouterr().out
+    assert cli_main.run([*arguments, "--set", "site.gpu_types.card.model=a1000"]) == 3
+    assert "--set: gpu_types.card.model: " in capsys.readouterr().err
+    assert cli_main.run([*arguments, "--set", "pool.0.partition=q"]) == 3
+    err = capsys.readouterr().err
+    assert "--set: pool.0.partition: the site 'here' has no partition 'q'" in err
+
+
+@pytest.mark.parametrize("name", ["service", "site", "sandbox"])
+def test_config_schema_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.run(["config", "schema", name]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) > 10
+    assert {row.replace("\\|", "").count("|") for row in rows} == {5}
