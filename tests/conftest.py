@@ -58,10 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each cluster or sandbox test no process, thread, descriptor or shared memory is left.
 
-    What fixtures of a wider scope hold was there before and does not count.
+    What fixtures of a wider scope hold was there before and does not count. Tests of one whole
+    service (`shared_service`) replace its processes; the fixture that ends the service looks.
     """
     marks = ("cluster", "sandbox")
-    if not any(request.node.get_closest_marker(mark) for mark in marks):
+    shared = request.node.get_closest_marker("shared_service") is not None
+    if shared or not any(request.node.get_closest_marker(mark) for mark in marks):
         yield
         return
     before = leaks.take(TOKEN)

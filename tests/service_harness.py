@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import leaks
 import torch
 import yaml
 
@@ -174,12 +175,16 @@ def running(
     directory = ServiceDir(home / "service")
     plan = launching.plan_launch(made, place, directory, "local", True)
     said: list[str] = []
+    token = os.environ[leaks.TOKEN_VARIABLE]
+    before = leaks.take(token)
     try:
         launching.execute(plan, said.append)
         launching.wait_until_serving(plan, said.append, timeout_s)
         yield RunningService(directory, plan)
     finally:
         stop_service(directory, 0.0, 30.0, said.append)
+    left = leaks.left_since(before, token)
+    assert not left, "the service left behind:\n  " + "\n  ".join(left)
 
 
 def tiny_site(**memory: str) -> dict[str, Any]:

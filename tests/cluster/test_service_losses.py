@@ -22,7 +22,7 @@ from tests.service_harness import (
     tiny_site,
 )
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(120)]
 FULL = "a100:2x2,l40s:2"
 POOL = [("a100", 2, 2), ("l40s", 2, 1)]
 
@@ -31,7 +31,7 @@ POOL = [("a100", 2, 2), ("l40s", 2, 1)]
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     """Six virtual GPUs so small that the model needs at least four of them."""
     home = tmp_path_factory.mktemp("service")
-    site = tiny_site(a100="330kB", l40s="250kB")
+    site = tiny_site(a100="700kB", l40s="500kB")
     with running(home, tiny_service(tiny_model, POOL, memory_fraction=1.0), site) as service:
         yield service
 
@@ -142,8 +142,8 @@ def test_all_pilots_at_once_without_notice(
     in_the_middle(asks)
     for fragment in ("a100-1", "a100-2", "l40s-1"):
         whole.kill(f"--fragment {fragment}")
-    status = whole.until(lambda s: s.state == "waiting")
-    assert "there are no GPUs" in status.reason and status.waiting == 6
+    status = whole.until(lambda s: "there are no GPUs" in s.reason)
+    assert status.state == "waiting" and status.waiting == 6
     for fragment in ("a100-1", "a100-2", "l40s-1"):
         resubmit(whole, fragment)
     finish(threads, 90)
