@@ -4,20 +4,27 @@ Every worker's default world is a singleton. A real group is built standalone ov
 and then registered with torch.distributed, because DeepSpeed's layers look groups up there. All
 private names of torch that this takes are in this module; a test pins them.
 
-gloo has no abort. What ends an operation of gloo at once, wherever it hangs, is to shut down the
-connections under it; so each gloo group gets a device (a listening port) of its own, members tell
-each other its endpoint, and `abort` shuts down every connection between these endpoints. The peers
-see the connections close and come back too. NCCL has an abort that does the same.
+Ending a group of gloo. Its `abort` does nothing, and closed connections do not end every wait: an
+operation that was just being written when its connection failed is lost, and waits until its
+timeout. So three things are done. Each group has a gloo device (a listening port) of its own and
+members tell each other its endpoint: `abort` shuts down every connection between these endpoints,
+which the peers see too. A caller never waits in gloo for longer than a moment at a time and looks
+around in between: is the group aborted, is a connection gone? And a group with a lost operation is
+put to rest only when that has timed out, since its destructor waits for it.
+
+NCCL has an abort that does all this; there, waiting orders the stream and does not block.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -38,6 +45,8 @@ log = logging.getLogger(__name__)
 td: Any = torch_distributed
 c10d: Any = distributed_c10d
 
+_LOOK_AROUND = timedelta(milliseconds=200)
+_SETTLE_S = 0.3
 _CLOSE_POLL_S = 0.01
 _device_lock = threading.Lock()
 
@@ -50,9 +59,9 @@ class Network:
     address: str
     """Host name or address that peers reach this node at; gloo listens there and nowhere else."""
     form_timeout_s: float = 20.0
-    """From the first member that comes to a group to the connected group."""
-    op_timeout_s: float = 120.0
-    """Last resort of one operation: the head notices a lost peer long before."""
+    """To connect, once all members are there."""
+    op_timeout_s: float = 60.0
+    """Last resort of one operation: a lost peer is noticed long before."""
 
 
 def start_default_world(device: torch.device) -> None:
@@ -94,11 +103,13 @@ class _Links(Protocol):
 
     def abort(self) -> None: ...
 
-    def open(self) -> bool:
-        """Whether anything of the group still lives in this process."""
+    def intact(self) -> bool:
+        """Whether no peer has gone, as far as can be seen."""
         ...
 
-    def drop(self) -> None: ...
+    def left(self) -> tuple[int, bool]:
+        """Connections that are alive, and whether anything else is still there."""
+        ...
 
 
 class _GlooLinks:
@@ -151,13 +162,14 @@ class _GlooLinks:
         if self._own is not None:
             sockets.cut(self._own, self._peers)
 
-    def open(self) -> bool:
-        return self._own is not None and (
-            self._own in sockets.listening() or sockets.connections(self._own, self._peers) > 0
-        )
+    def intact(self) -> bool:
+        assert self._own is not None
+        return sockets.connections(self._own, self._peers) >= len(self._peers)
 
-    def drop(self) -> None:
-        pass
+    def left(self) -> tuple[int, bool]:
+        if self._own is None:
+            return 0, False
+        return sockets.connections(self._own, self._peers), self._own in sockets.listening()
 
 
 class _NcclLinks:
@@ -183,15 +195,53 @@ class _NcclLinks:
 
     def abort(self) -> None:
         self._aborted.set()
-        if self._backend is not None:
-            self._backend.abort()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
 
-    def open(self) -> bool:
-        return self._backend is not None
+    def intact(self) -> bool:
+        return True  # NCCL does not tell; the head does
 
-    def drop(self) -> None:
+    def left(self) -> tuple[int, bool]:
         # aborted: no communicator and no connection is left, whoever still holds the object
-        self._backend = None
+        return 0, self._backend is not None
+
+
+class Ticket:
+    """An operation under way; what it reads or writes must live until `wait` has returned."""
+
+    __slots__ = ("_alive", "_bounded", "_work")
+
+    def __init__(self, work: Any, alive: Callable[[], None], *, bounded: bool) -> None:
+        self._work, self._alive, self._bounded = work, alive, bounded
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done; raises RuntimeError when it failed or its group has."""
+        if not self._bounded:
+            return bool(self._work.wait())
+        while True:
+            try:
+                return bool(self._work.wait(_LOOK_AROUND))
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                self._alive()
+
+
+class _Watched(c10d.ProcessGroup):  # type: ignore[misc]
+    """The group that DeepSpeed's layers are given: its all-reduce can be called back."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.watch: Callable[[Any], Ticket] | None = None
+        self.backend: Any = None
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Ticket:
+        assert self.watch is not None
+        return self.watch(self.backend.allreduce(tensors, options or c10d.AllreduceOptions()))
 
 
 class Group:
@@ -203,10 +253,12 @@ class Group:
     def __init__(self, name: str, rank: int, size: int, network: Network) -> None:
         assert 0 <= rank < size and size > 1, f"{name}: rank {rank} of {size}"
         self.name, self.rank, self.size = name, rank, size
-        self._network = network
+        self._device = network.device
         cuda = network.device.type == "cuda"
         self._links: _Links = _NcclLinks(network) if cuda else _GlooLinks(network)
-        self._handle: Any = None
+        self._handle: _Watched | None = None
+        self._aborted = threading.Event()
+        self._works: collections.deque[Any] = collections.deque()
 
     @property
     def handle(self) -> Any:
@@ -217,24 +269,38 @@ class Group:
 
     def form(self, store: HeadStore) -> None:
         """Meet the other members and connect; raises what the store raises, or RuntimeError."""
-        backend = self._links.connect(store, self.name, self.rank, self.size)
-        cuda = self._network.device.type == "cuda"
-        kind = c10d.ProcessGroup.BackendType.NCCL if cuda else c10d.ProcessGroup.BackendType.GLOO
-        handle = c10d.ProcessGroup(td.PrefixStore(self.name, store), self.rank, self.size)
-        handle._register_backend(torch.device(self._network.device.type), kind, backend)
-        handle._set_default_backend(kind)
+        kind = c10d.ProcessGroup.BackendType
+        handle = _Watched(self.rank, self.size)
+        handle.backend = self._links.connect(store, self.name, self.rank, self.size)
+        handle.watch = self._watch
+        backend_type = kind.NCCL if self._device.type == "cuda" else kind.GLOO
+        handle._register_backend(torch.device(self._device.type), backend_type, handle.backend)
+        handle._set_default_backend(backend_type)
         handle._set_group_name(self.name)
-        _register(handle, self.name, self.rank, self.size, self._network.device.type)
+        _register(handle, self.name, self.rank, self.size, self._device.type)
         self._handle = handle
 
-    def isend(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """Begin to send; the tensor must live unchanged until the returned work is waited for."""
-        return self.handle.send([tensor], to, tag)
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Ticket:
+        """Begin to give the root's tensor to all; operations keep their order at all members."""
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+        return self._watch(self.handle.backend.broadcast([tensor], options))
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        return self.handle.recv([tensor], source, tag)
+    def _watch(self, work: Any) -> Ticket:
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        self._works.append(work)
+        return Ticket(work, self._alive, bounded=self._device.type != "cuda")
+
+    def _alive(self) -> None:
+        """Raises RuntimeError when nothing can come of an operation any more."""
+        if self._aborted.is_set():
+            raise RuntimeError(f"the group {self.name} was closed")
+        if not self._links.intact():
+            raise RuntimeError(f"a peer in the group {self.name} is gone")
 
     def abort(self) -> None:
+        self._aborted.set()
         self._links.abort()
 
     def close(self, timeout_s: float) -> bool:
@@ -244,66 +310,48 @@ class Group:
         """
         self.abort()
         handle, self._handle = self._handle, None
+        lost: list[Any] = []
         if handle is not None:
             _unregister(handle)
+            handle.watch = None  # it refers back to this object
+            lost = self._lost_works()
+            if lost:
+                _rest_later(self.name, handle, lost)
+            handle.backend = None
         del handle
-        self._links.drop()
-        end = time.monotonic() + timeout_s
+        self._works.clear()
         gc.collect()
-        while self._links.open():
+        end = time.monotonic() + timeout_s
+        while True:
+            connections, more = self._links.left()
+            if not connections and (lost or not more):
+                return True
             if time.monotonic() > end:
                 return False
             time.sleep(_CLOSE_POLL_S)
-        return True
+
+    def _lost_works(self) -> list[Any]:
+        """Operations that do not come back from the abort."""
+        if self._device.type == "cuda":
+            return []
+        end = time.monotonic() + _SETTLE_S
+        while time.monotonic() < end and not all(work.is_completed() for work in self._works):
+            time.sleep(_CLOSE_POLL_S)
+        return [work for work in self._works if not work.is_completed()]
 
 
-class EpochGroups:
-    """The groups one worker is in for one epoch: of its stage, and of its whole replica."""
+def _rest_later(name: str, handle: _Watched, lost: list[Any]) -> None:
+    """Hold the last reference to a group until its lost operations have timed out."""
+    kept = [handle, handle.backend]
 
-    def __init__(self, epoch: int, replica: int, network: Network) -> None:
-        self._prefix = f"{epoch}/r{replica}"
-        self._network = network
-        self._lock = threading.Lock()
-        self._aborted = False
-        self._all: list[Group] = []
-        self.tp: Group | None = None
-        self.pipe: Group | None = None
+    def rest() -> None:
+        while not all(work.is_completed() for work in lost):
+            time.sleep(0.5)  # bounded by the timeout of operations
+        lost.clear()
+        kept.clear()
 
-    def form(
-        self, store: HeadStore, *, stage: int, tp_rank: int, tp: int, rank: int, size: int
-    ) -> None:
-        """Form the stage's group if tp > 1, then the replica's if it has other stages."""
-        if tp > 1:
-            self.tp = self._new(f"{self._prefix}/s{stage}", tp_rank, tp)
-            self.tp.form(store)
-        if size > tp:
-            self.pipe = self._new(f"{self._prefix}/pipe", rank, size)
-            self.pipe.form(store)
-
-    def _new(self, name: str, rank: int, size: int) -> Group:
-        group = Group(name, rank, size, self._network)
-        with self._lock:
-            if self._aborted:
-                raise StaleEpoch(f"{name}: aborted")
-            self._all.append(group)
-        return group
-
-    def abort(self) -> None:
-        """Make every operation of these groups fail, here and at the peers; idempotent."""
-        with self._lock:
-            self._aborted = True
-            groups = list(self._all)
-        for group in groups:
-            group.abort()
-
-    def close(self, timeout_s: float) -> tuple[str, ...]:
-        """Close all; returns the names of groups of which something is left."""
-        self.abort()
-        self.tp = self.pipe = None
-        end = time.monotonic() + timeout_s
-        return tuple(
-            group.name for group in self._all if not group.close(max(0.0, end - time.monotonic()))
-        )
+    log.info("%s: %d operations are lost in gloo until their timeout", name, len(lost))
+    threading.Thread(target=rest, name=f"rest-{name}", daemon=True).start()
 
 
 def _register(handle: Any, name: str, rank: int, size: int, device: str) -> None:

@@ -189,9 +189,9 @@ class Server:
                     os.close(fd)
             _log_to(order.log)
             os.environ.update(order.spec.env)
-            from flexslurm.engine import worker
+            from flexslurm.engine.worker import run
 
-            code = worker.run(order.worker, order.spec, lifeline)
+            code = run(order.worker, order.spec, lifeline)
         except BaseException:  # noqa: BLE001 - the last frame of a process: its log is all that is left
             traceback.print_exc()
         finally:
@@ -244,7 +244,7 @@ def preload(device: str, agent: socket.socket) -> float:
     from flexslurm.engine.backend import warm_up
 
     warm_up(device)
-    from flexslurm.engine import worker  # noqa: F401
+    import flexslurm.engine.worker  # noqa: F401
 
     gc.collect()
     gc.freeze()  # the children's collector leaves these pages alone, so they stay shared

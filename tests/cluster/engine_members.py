@@ -1,17 +1,19 @@
 """Members of process groups for tests: imports torch once, forks them, runs one case in each.
 
-Run: python -m tests.cluster.engine_members CASE SIZE ENDPOINT KEYS
-Each member prints lines of JSON: {"rank", "what", "s"}; the parent waits for all.
+Run: python -m tests.cluster.engine_members, with a line "CASE SIZE ENDPOINT KEYS" for each case.
+Each member prints lines of JSON: {"rank", "what", ...}; the parent ends the case with {"codes"}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 
 from flexslurm.engine import sockets
-from flexslurm.engine.groups import EpochGroups, Network, start_default_world
+from flexslurm.engine.backend import deepspeed, warm_up
+from flexslurm.engine.groups import Group, Network, start_default_world
 from flexslurm.engine.prctl import die_with_parent
 from flexslurm.engine.rendezvous import HeadStore, Rendezvous
 from flexslurm.errors import FlexslurmError
@@ -31,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Member:
-    """One member: its rendezvous, and the groups of an epoch over all members."""
+    """One member: its rendezvous, and what it says."""
 
     def __init__(self, rank: int, size: int, endpoint: str, keys: Path) -> None:
         self.rank, self.size = rank, size
@@ -44,11 +47,21 @@ class Member:
         assert isinstance(message, RendezvousValue)
         self.rendezvous.deliver(message)
 
-    def groups(self, epoch: int, form_timeout_s: float = 10.0) -> EpochGroups:
-        groups = EpochGroups(epoch, 0, Network(CPU, "127.0.0.1", form_timeout_s))
-        store = HeadStore(self.rendezvous, epoch, form_timeout_s)
-        groups.form(store, stage=0, tp_rank=self.rank, tp=self.size, rank=self.rank, size=self.size)
-        return groups
+    def group(
+        self,
+        epoch: int,
+        ranks: tuple[int, ...] | None = None,
+        form_timeout_s: float = 10.0,
+        name: str = "",
+    ) -> Group:
+        """A formed group of these ranks, in this order; all by default."""
+        ranks = ranks or tuple(range(self.size))
+        name = f"{epoch}/{'-'.join(map(str, ranks))}{name}"
+        group = Group(
+            name, ranks.index(self.rank), len(ranks), Network(CPU, "127.0.0.1", form_timeout_s)
+        )
+        group.form(HeadStore(self.rendezvous, epoch, form_timeout_s))
+        return group
 
     def say(self, what: str, **more: object) -> None:
         line = json.dumps({"rank": self.rank, "what": what, **more})
@@ -64,90 +77,143 @@ class Member:
         self.say(what, outcome=outcome, s=round(time.monotonic() - began, 3))
 
 
-def all_reduce(groups: EpochGroups) -> float:
-    assert groups.tp is not None
+def all_reduce(group: Group) -> float:
     tensor = torch.ones(8, dtype=torch.float64)
-    torch.distributed.all_reduce(tensor, group=groups.tp.handle)
+    torch.distributed.all_reduce(tensor, group=group.handle)
     return float(tensor[0])
 
 
 def works(member: Member) -> None:
-    """Two epochs at once; DeepSpeed's all-reduce; send and receive; all closed and verified."""
-    from flexslurm.engine.backend import deepspeed
-
+    """Two epochs at once; DeepSpeed's all-reduce; links; all closed and verified."""
     start_default_world(CPU)
     quiet = len(sockets.listening())
-    first, second = member.groups(1), member.groups(2)
-    assert first.tp is not None and second.tp is not None
+    first, second = member.group(1), member.group(2)
     deepspeed_sum = torch.ones(4)
-    deepspeed().comm.inference_all_reduce(deepspeed_sum, group=second.tp.handle)
-    right, left = (member.rank + 1) % member.size, (member.rank - 1) % member.size
-    incoming = torch.empty(1 << 18)
-    receiving = first.tp.irecv(incoming, left, tag=7)
-    sending = first.tp.isend(torch.full((1 << 18,), float(member.rank)), right, tag=7)
-    receiving.wait()
-    sending.wait()
-    handle = first.tp.handle
-    member.say(
-        "sums",
-        first=all_reduce(first),
-        second=float(deepspeed_sum[0]),
-        received=float(incoming[-1]),
-        group_rank=torch.distributed.get_rank(handle),
-        group_size=torch.distributed.get_world_size(handle),
-    )
-    del handle, receiving, sending
+    deepspeed().comm.inference_all_reduce(deepspeed_sum, group=second.handle)
+    sums = {"first": all_reduce(first), "second": float(deepspeed_sum[0])}
+    ranks = torch.distributed.get_rank(first.handle), torch.distributed.get_world_size(first.handle)
+    member.say("sums", **sums, ranks=ranks)
     member.rendezvous.meet(1, "done", member.size, 10)
     open_first = first.close(2.0)
-    member.say("closed", left=open_first, second=all_reduce(second))
+    member.say("closed", clean=open_first, second=all_reduce(second))
     member.rendezvous.meet(2, "done", member.size, 10)
-    member.say("closed both", left=second.close(2.0), ports=len(sockets.listening()) - quiet)
+    member.say("closed both", clean=second.close(2.0), ports=len(sockets.listening()) - quiet)
 
 
-def _prepared(member: Member) -> EpochGroups:
+def links(member: Member) -> None:
+    """Rank 0 sends to the others, one after another, before they ask; all comes in order."""
     start_default_world(CPU)
-    groups = member.groups(1)
-    all_reduce(groups)
+    own = [rank for rank in range(1, member.size) if member.rank in (0, rank)]
+    groups = [member.group(1, (0, rank)) for rank in own]
+    if member.rank == 0:
+        _send_five(member, groups)
+    else:
+        time.sleep(0.5)
+        _receive_five(member, groups[0])
+    member.rendezvous.meet(1, "done", member.size, 10)
+    member.say("closed", clean=all(group.close(2.0) for group in groups))
+
+
+def _send_five(member: Member, groups: list[Group]) -> None:
+    sent = [torch.full((1 << 16,), float(number)) for number in range(5)]
+    began = time.monotonic()
+    tickets = [group.broadcast(tensor) for tensor in sent for group in groups]
+    member.say("sent", s=round(time.monotonic() - began, 3))
+    for ticket in tickets:
+        ticket.wait()
+
+
+def _receive_five(member: Member, group: Group) -> None:
+    got = [torch.empty(1 << 16) for _ in range(5)]
+    for ticket in [group.broadcast(tensor) for tensor in got]:
+        ticket.wait()
+    member.say("got", values=[float(tensor[-1]) for tensor in got])
+
+
+def _prepared(member: Member) -> Group:
+    start_default_world(CPU)
+    group = member.group(1)
+    all_reduce(group)
     member.rendezvous.meet(1, "begin", member.size, 10)
-    return groups
+    return group
 
 
 def killed_in_all_reduce(member: Member) -> None:
-    groups = _prepared(member)
+    group = _prepared(member)
     if member.rank == member.size - 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    member.timed("all-reduce", lambda: all_reduce(groups))
-    member.timed("close", lambda: groups.close(2.0))
+    member.timed("all-reduce", lambda: all_reduce(group))
+    member.timed("close", lambda: group.close(2.0))
 
 
-def killed_in_recv(member: Member) -> None:
+def killed_among_many(member: Member) -> None:
+    """All-reduces one after another, so that the end comes in the middle of one."""
+    group = _prepared(member)
+    if member.rank == member.size - 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def go_on() -> None:
+        while True:
+            all_reduce(group)
+
+    member.timed("all-reduces", go_on)
+    member.timed("close", lambda: group.close(2.0))
+
+
+def killed_in_receive(member: Member) -> None:
     """Rank 0 waits for the one that dies, rank 1 for rank 0, which gives up its groups then."""
-    groups = _prepared(member)
-    assert groups.tp is not None
-    if member.rank == member.size - 1:
+    start_default_world(CPU)
+    last = member.size - 1
+    own = [pair for pair in ((last, 0), (0, 1)) if member.rank in pair]
+    groups = [member.group(1, pair) for pair in own]
+    member.rendezvous.meet(1, "begin", member.size, 10)
+    if member.rank == last:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    tensor, source = torch.empty(4), member.size - 1 if member.rank == 0 else 0
-    work = groups.tp.irecv(tensor, source, tag=1)
-    member.timed("recv", work.wait)
-    groups.abort()
-    time.sleep(1.0)  # the connections of rank 0 end by its abort, not by its exit
+    member.timed("receive", groups[0].broadcast(torch.empty(4)).wait)
+    for group in groups:
+        group.abort()
+    time.sleep(1.0)  # the link between 0 and 1 ends by the abort, not by an exit
 
 
 def stopped_in_all_reduce(member: Member) -> None:
     """A peer that hangs shows no sign; the others are told, as the head's Retire does."""
-    groups = _prepared(member)
+    group = _prepared(member)
     if member.rank == member.size - 1:
-        member.say("stop", pid=os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
-    threading.Timer(0.5, groups.abort).start()
-    member.timed("all-reduce", lambda: all_reduce(groups))
-    groups.abort()
-    member.timed("again", lambda: all_reduce(groups))
+    threading.Timer(0.5, group.abort).start()
+    member.timed("all-reduce", lambda: all_reduce(group))
+    member.timed("again", lambda: all_reduce(group))
     began = time.monotonic()
-    left = groups.close(2.0)
-    member.say("closed", left=left, s=round(time.monotonic() - began, 3))
+    clean = group.close(2.0)
+    member.say("closed", clean=clean, s=round(time.monotonic() - began, 3))
+
+
+def aborted_in_the_middle(member: Member) -> None:
+    """Many times: all give up in the middle of busy all-reduces, and every one comes back."""
+    start_default_world(CPU)
+    slowest = slowest_close = 0.0
+    for number in range(12):
+        group = member.group(1, name=f"/{number}")
+
+        def go_on(group: Group = group) -> None:
+            with contextlib.suppress(RuntimeError, FlexslurmError):
+                while True:
+                    all_reduce(group)
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        time.sleep(0.02 + 0.002 * ((number * 7 + member.rank * 3) % 5))
+        began = time.monotonic()
+        group.abort()
+        thread.join(10)
+        slowest = max(slowest, time.monotonic() - began)
+        began = time.monotonic()
+        assert group.close(2.0)
+        slowest_close = max(slowest_close, time.monotonic() - began)
+        member.rendezvous.meet(1, f"again{number}", member.size, 20)
+    member.say("came back", s=round(slowest, 3), close_s=round(slowest_close, 3))
 
 
 def cancelled_while_forming(member: Member) -> None:
@@ -156,7 +222,7 @@ def cancelled_while_forming(member: Member) -> None:
     if member.rank == member.size - 1:
         return
     threading.Timer(0.4, lambda: member.rendezvous.cancel(1, "retired")).start()
-    member.timed("form", lambda: member.groups(1, form_timeout_s=30.0))
+    member.timed("form", lambda: member.group(1, form_timeout_s=30.0))
     member.timed("wait", lambda: member.rendezvous.get(1, "nothing", 30.0))
     member.timed("other epoch", lambda: member.rendezvous.get(2, "nothing", 0.1))
 
@@ -165,18 +231,20 @@ CASES = {
     case.__name__: case
     for case in (
         works,
+        links,
         killed_in_all_reduce,
-        killed_in_recv,
+        killed_among_many,
+        killed_in_receive,
         stopped_in_all_reduce,
+        aborted_in_the_middle,
         cancelled_while_forming,
     )
 }
 
 
-def main() -> None:
-    case, size, endpoint, keys = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    children = []
-    parent = os.getpid()
+def run_case(case: str, size: int, endpoint: str, keys: Path) -> list[int]:
+    """Fork the members, wait for them, and return how they ended."""
+    children, parent = [], os.getpid()
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
@@ -186,17 +254,23 @@ def main() -> None:
                 torch.set_num_threads(1)
                 CASES[case](Member(rank, size, endpoint, keys))
                 code = 0
-            except BaseException as error:
-                print(f"[{rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                raise
+            except BaseException:  # noqa: BLE001 - a process, not a test
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(pid)
-    for pid in children[:-1]:
-        os.waitpid(pid, 0)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children[:-1]]
     if case.startswith("stopped"):
         os.kill(children[-1], signal.SIGKILL)
-    os.waitpid(children[-1], 0)
+    return [*codes, os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1])]
+
+
+def main() -> None:
+    warm_up("cpu")
+    for line in sys.stdin:
+        case, size, endpoint, keys = line.split()
+        codes = run_case(case, int(size), endpoint, Path(keys))
+        os.write(1, json.dumps({"codes": codes}).encode() + b"\n")
 
 
 if __name__ == "__main__":

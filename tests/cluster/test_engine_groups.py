@@ -27,30 +27,43 @@ def head(tmp_path: Path) -> Iterator[EngineHead]:
     head.close()
 
 
+@pytest.fixture(scope="module")
+def members(root: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.engine_members"],
+        cwd=root,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+
+
 @pytest.fixture
-def run(head: EngineHead, root: Path) -> Run:
+def run(head: EngineHead, members: subprocess.Popen[str]) -> Run:
     def run_case(case: str, size: int = 3) -> Said:
-        command = [sys.executable, "-m", "tests.cluster.engine_members"]
-        arguments = [case, str(size), head.endpoint, str(head.keys_path)]
-        done = subprocess.run(
-            [*command, *arguments],
-            cwd=root,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        assert lines, done.stderr
-        return lines
+        assert members.stdin is not None and members.stdout is not None
+        members.stdin.write(f"{case} {size} {head.endpoint} {head.keys_path}\n")
+        members.stdin.flush()
+        said: Said = []
+        for line in members.stdout:
+            said.append(json.loads(line))
+            if "codes" in said[-1]:
+                break
+        codes = said.pop()["codes"]
+        assert set(codes) <= {0, -9} and codes[0] == 0, said
+        return said
 
     return run_case
 
 
 def by_rank(said: Said, what: str) -> dict[int, dict[str, Any]]:
-    return {line["rank"]: line for line in said if line["what"] == what}
+    return {line["rank"]: line for line in said if line.get("what") == what}
 
 
 def test_two_epochs_side_by_side_work_and_leave_nothing(run: Run) -> None:
@@ -59,24 +72,38 @@ def test_two_epochs_side_by_side_work_and_leave_nothing(run: Run) -> None:
     assert set(sums) == set(closed) == set(both) == {0, 1, 2}
     for rank in range(3):
         assert (sums[rank]["first"], sums[rank]["second"]) == (3.0, 3.0)
-        assert sums[rank]["received"] == (rank - 1) % 3
-        assert (sums[rank]["group_rank"], sums[rank]["group_size"]) == (rank, 3)
-        assert closed[rank]["left"] == [] and closed[rank]["second"] == 3.0
-        assert both[rank]["left"] == [] and both[rank]["ports"] == 0
+        assert sums[rank]["ranks"] == [rank, 3]
+        assert closed[rank]["clean"] and closed[rank]["second"] == 3.0
+        assert both[rank]["clean"] and both[rank]["ports"] == 0
 
 
-def test_killed_peer_ends_an_all_reduce(run: Run) -> None:
-    said = run("killed_in_all_reduce")
-    waited, closed = by_rank(said, "all-reduce"), by_rank(said, "close")
-    assert set(waited) == set(closed) == {0, 1}
-    assert all(line["outcome"] == "RuntimeError" and line["s"] < 1.3 for line in waited.values())
-    assert all(line["outcome"] == "done" and line["s"] < 1.0 for line in closed.values())
+def test_links_keep_the_order_and_do_not_hold_up_the_sender(run: Run) -> None:
+    said = run("links")
+    assert by_rank(said, "sent")[0]["s"] < 0.4  # they begin to receive after 0.5 s
+    got = by_rank(said, "got")
+    assert {rank: line["values"] for rank, line in got.items()} == {
+        rank: [0.0, 1.0, 2.0, 3.0, 4.0] for rank in (1, 2)
+    }
+    assert all(line["clean"] for line in by_rank(said, "closed").values())
 
 
-def test_killed_peer_ends_a_receive_and_the_news_spreads(run: Run) -> None:
-    waited = by_rank(run("killed_in_recv"), "recv")
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("killed_in_all_reduce", "all-reduce"),
+        ("killed_among_many", "all-reduces"),
+        ("killed_in_receive", "receive"),
+    ],
+)
+def test_a_killed_peer_ends_what_runs(run: Run, case: str, what: str) -> None:
+    said = run(case)
+    waited = by_rank(said, what)
     assert set(waited) == {0, 1}
+    # they wait 0.3 s for the death itself
     assert all(line["outcome"] == "RuntimeError" and line["s"] < 1.3 for line in waited.values())
+    assert all(
+        line["outcome"] == "done" and line["s"] < 1.0 for line in by_rank(said, "close").values()
+    )
 
 
 def test_abort_ends_an_all_reduce_with_a_peer_that_hangs(run: Run) -> None:
@@ -85,7 +112,14 @@ def test_abort_ends_an_all_reduce_with_a_peer_that_hangs(run: Run) -> None:
     assert set(waited) == {0, 1}
     assert all(line["outcome"] == "RuntimeError" and line["s"] < 1.5 for line in waited.values())
     assert all(line["outcome"] == "RuntimeError" and line["s"] < 0.5 for line in again.values())
-    assert all(line["left"] == [] and line["s"] < 1.0 for line in closed.values())
+    assert all(line["clean"] and line["s"] < 1.0 for line in closed.values())
+
+
+def test_abort_in_the_middle_always_comes_back(run: Run) -> None:
+    """About one abort in ten loses an operation inside gloo, which is not waited for."""
+    back = by_rank(run("aborted_in_the_middle"), "came back")
+    assert set(back) == {0, 1, 2}
+    assert all(line["s"] < 1.0 and line["close_s"] < 1.5 for line in back.values())
 
 
 def test_forming_is_called_back_when_a_member_never_comes(run: Run) -> None:

@@ -1,0 +1,124 @@
+"""The parts of an install: groups, stage, probe; each says how far it is and can be called back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flexslurm.engine.arena import Arena
+from flexslurm.engine.epoch_groups import EpochGroups
+from flexslurm.engine.groups import Network
+from flexslurm.engine.pipeline import StageRunner
+from flexslurm.engine.rendezvous import HeadStore, Rendezvous
+from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.errors import DeadlineExceeded, StaleEpoch
+from flexslurm.messages import (
+    Chunk,
+    ChunkSampling,
+    Install,
+    InstallProgress,
+    Message,
+    SamplingParams,
+    Step,
+)
+
+_PROGRESS_EVERY_S = 0.5
+_PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an epoch needs of its worker."""
+
+    worker: str
+    network: Network
+    rendezvous: Rendezvous
+    arena: Callable[[int], Arena]
+    """The worker's arena of so many bytes; raises CapacityError where it has another size."""
+    send: Callable[[Message], None]
+    """Never raises: once the link is closed, the process is about to end."""
+    ended: Callable[[int], None]
+    """An epoch holds nothing any more; called before the head is told."""
+
+
+class Installer:
+    """One install; raises StaleEpoch when `stopped`, DeadlineExceeded after the install's time."""
+
+    def __init__(self, install: Install, host: Host, stopped: Callable[[], bool]) -> None:
+        self._install, self._host, self._stopped = install, host, stopped
+        self._shape = install.replica.stages[install.slot.stage]
+        self._deadline = time.monotonic() + install.timeout_s
+        self._next_progress = 0.0
+        self._phase = ""
+
+    def form(self, groups: EpochGroups) -> None:
+        """Meet the other workers of the replica, and connect."""
+        self.progress("groups", 0, 0)
+        groups.form(HeadStore(self._host.rendezvous, self._install.epoch, self._left_s()))
+
+    def load(self, groups: EpochGroups) -> Stage:
+        """Build and fill the stage. Raises ModelError and CapacityError too."""
+        install, shape = self._install, self._shape
+        plan = StagePlan(
+            model=install.model,
+            epoch=install.epoch,
+            lo=shape.lo,
+            hi=shape.hi,
+            tp=shape.tp,
+            tp_rank=install.slot.tp_rank,
+            dtype=install.dtype,
+            block_tokens=install.block_tokens,
+            kv_blocks=shape.kv_blocks,
+        )
+        group = None if groups.tp is None else groups.tp.handle
+        return build_stage(
+            plan, self._host.arena(install.arena_bytes), group, progress=self.progress
+        )
+
+    def probe(self, runner: StageRunner) -> None:
+        """Send two tokens through all stages, once all have been loaded."""
+        self.progress("probe", 0, 0)
+        install = self._install
+        replica = install.slot.replica
+        self._host.rendezvous.meet(
+            install.epoch, f"r{replica}/loaded", install.replica.gpus, self._left_s()
+        )
+        chunk = Chunk(
+            seq_id="probe",
+            tokens=(1,) * min(_PROBE_TOKENS, install.block_tokens),
+            start=0,
+            blocks=(0,),
+            sample=ChunkSampling(params=SamplingParams(), position=0),
+        )
+        # nothing is served yet, so block 0 is free
+        step = Step(epoch=install.epoch, replica=replica, step=0, chunks=(chunk,))
+        runner.finish(runner.begin(step), waited=True, stopped=self._stopped)
+        runner.flush()
+
+    def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        """Tell the head at each new phase and twice a second; the place where installs end."""
+        if self._stopped():
+            raise StaleEpoch(f"epoch {self._install.epoch} is over")
+        now = time.monotonic()
+        self._left_s()
+        if phase == self._phase and now < self._next_progress and done_bytes < total_bytes:
+            return
+        self._phase, self._next_progress = phase, now + _PROGRESS_EVERY_S
+        self._host.send(
+            InstallProgress(
+                worker=self._host.worker,
+                epoch=self._install.epoch,
+                phase=phase,
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+            )
+        )
+
+    def _left_s(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0.0:
+            raise DeadlineExceeded(
+                f"the install took longer than {self._install.timeout_s:g} s ({self._phase})"
+            )
+        return left

@@ -1,0 +1,227 @@
+"""The life of one epoch in a worker, on a thread of its own: build, serve, tear down.
+
+    installing → serving → broken → retired      (any of them → retired, when told)
+
+Several epochs may live side by side; they share the arena and nothing else. Whatever happens to
+one is told to the head and never touches another. `retire` may come at any time, from any thread:
+it calls the epoch's thread back from wherever it waits.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import queue
+import re
+import threading
+import time
+from enum import StrEnum
+
+from flexslurm.engine.epoch_groups import EpochGroups, route
+from flexslurm.engine.install import Host, Installer
+from flexslurm.engine.pacing import Pacer
+from flexslurm.engine.pipeline import Pending, StageRunner, StepOrder
+from flexslurm.engine.stage import Stage
+from flexslurm.errors import FlexslurmError, ModelError, ProtocolError
+from flexslurm.messages import (
+    Install,
+    Installed,
+    InstallFailed,
+    Step,
+    StepDone,
+    StepFailed,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING_STEPS = 1024
+_CLOSE_S = 5.0
+_FINISH_S = 0.1
+"""For a step that is just ending: a group is best closed when nothing is under way in it."""
+
+
+class Phase(StrEnum):
+    INSTALLING = "installing"
+    SERVING = "serving"
+    BROKEN = "broken"
+    """A step failed: no more are done, and what it holds stays until it is retired."""
+    RETIRED = "retired"
+
+
+class Tenancy:
+    """One epoch; its stage, runner and groups are touched by its thread only."""
+
+    def __init__(self, install: Install, host: Host) -> None:
+        self.epoch = install.epoch
+        self.phase = Phase.INSTALLING
+        self._install, self._host = install, host
+        self._groups = EpochGroups(install.epoch, install.replica, install.slot, host.network)
+        self._stage: Stage | None = None
+        self._runner: StageRunner | None = None
+        self._order = StepOrder(install.epoch, install.slot.replica)
+        self._steps: queue.Queue[Step | None] = queue.Queue(_MAX_WAITING_STEPS)
+        self._overflow = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._live, name=f"epoch-{install.epoch}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, step: Step) -> None:
+        """Queue a step; never blocks. Too many of them break the epoch."""
+        try:
+            self._steps.put_nowait(step)
+        except queue.Full:
+            self._overflow = True
+
+    def retire(self, timeout_s: float) -> bool:
+        """End the epoch and wait for its thread; whether it ended in time. Idempotent.
+
+        What waits is dropped and what runs is broken off, also in a collective with a peer that
+        is dead or hangs.
+        """
+        self._stop.set()
+        self._host.rendezvous.cancel(self.epoch, "it was retired")
+        with contextlib.suppress(queue.Full):  # then the thread does not wait for steps
+            self._steps.put_nowait(None)
+        self._thread.join(_FINISH_S)
+        self._groups.abort()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------------ on the epoch's thread
+
+    def _live(self) -> None:
+        failure: InstallFailed | None = None
+        try:
+            failure = self._build()
+            if failure is None:
+                self._serve()
+        finally:
+            self._tear_down(failure)
+
+    def _build(self) -> InstallFailed | None:
+        try:
+            done = self._install_stage()
+        except Exception as error:  # whatever it is, the head is told
+            log.warning("epoch %d: install failed", self.epoch, exc_info=_unexpected(error))
+            return InstallFailed(
+                worker=self._host.worker,
+                epoch=self.epoch,
+                reason=_reason(error),
+                fatal=isinstance(error, ModelError),
+            )
+        self.phase = Phase.SERVING
+        self._host.send(done)
+        return None
+
+    def _install_stage(self) -> Installed:
+        install = self._install
+        installer = Installer(install, self._host, self._stop.is_set)
+        pacer = Pacer(install.pacing, self._stop.wait)  # first, as it may refuse its figures
+        samples = route(install.replica, install.slot).samples
+        stages = len(install.replica.stages)
+        began = time.monotonic()
+        installer.form(self._groups)
+        formed = time.monotonic()
+        self._stage = stage = installer.load(self._groups)
+        loaded = time.monotonic()
+
+        def runner(pacer: Pacer) -> StageRunner:
+            return StageRunner(stage, self._groups, samples=samples, stages=stages, pacer=pacer)
+
+        installer.probe(runner(Pacer(None, self._stop.wait)))
+        self._runner = runner(pacer)
+        return Installed(
+            worker=self._host.worker,
+            epoch=self.epoch,
+            weights_bytes=stage.weights_bytes,
+            kv_blocks=stage.plan.kv_blocks,
+            load_s=loaded - formed,
+            groups_s=formed - began,
+        )
+
+    def _serve(self) -> None:
+        pending: collections.deque[Pending] = collections.deque()
+        ahead = len(self._install.replica.stages) + 1
+        number = 0
+        try:
+            while True:
+                waited = not pending
+                while not pending or (len(pending) < ahead and not self._steps.empty()):
+                    step = self._steps.get()
+                    if step is None or self._stop.is_set():
+                        return
+                    number = step.step
+                    pending.append(self._accept(step))
+                number = pending[0].step.step
+                self._do(pending.popleft(), waited=waited)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the head is told
+            if not self._stop.is_set():
+                self._break(number, error)
+
+    def _accept(self, step: Step) -> Pending:
+        assert self._runner is not None
+        if self._overflow:
+            raise ProtocolError(f"more than {_MAX_WAITING_STEPS} steps wait")
+        self._order.check(step)
+        return self._runner.begin(step)
+
+    def _do(self, pending: Pending, *, waited: bool) -> None:
+        assert self._runner is not None
+        outcome = self._runner.finish(pending, waited=waited, stopped=self._stop.is_set)
+        if outcome.tokens is not None:
+            self._host.send(
+                StepDone(
+                    worker=self._host.worker,
+                    epoch=self.epoch,
+                    replica=self._install.slot.replica,
+                    step=pending.step.step,
+                    tokens=outcome.tokens,
+                    compute_s=outcome.compute_s,
+                )
+            )
+
+    def _break(self, step: int, error: Exception) -> None:
+        """Tell the head, let the peers notice, and wait for the end, which the head bounds.
+
+        The memory stays: what it holds of the KV cache may be moved yet.
+        """
+        self.phase = Phase.BROKEN
+        log.warning("epoch %d: step %d failed", self.epoch, step, exc_info=_unexpected(error))
+        self._groups.abort()
+        self._host.send(
+            StepFailed(worker=self._host.worker, epoch=self.epoch, step=step, reason=_reason(error))
+        )
+        self._stop.wait()
+
+    def _tear_down(self, failure: InstallFailed | None) -> None:
+        self.phase = Phase.RETIRED
+        self._runner = None
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.close()
+        del stage
+        left = self._groups.close(_CLOSE_S)
+        if left:
+            log.error("epoch %d: still open after %g s: %s", self.epoch, _CLOSE_S, ", ".join(left))
+        self._host.ended(self.epoch)
+        if failure is not None and not self._stop.is_set():
+            self._host.send(failure)
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """The error where its traceback tells something: ours and those of lost peers do not."""
+    return None if isinstance(error, FlexslurmError | RuntimeError) else error
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line for the head; gloo puts a source position first."""
+    if isinstance(error, FlexslurmError):
+        return error.message
+    line = (str(error).splitlines() or [""])[0]
+    line = re.sub(r"^\[[^\]]*\]\s*", "", line)[:300]
+    return line if isinstance(error, RuntimeError) and line else f"{type(error).__name__}: {line}"
