@@ -48,6 +48,8 @@ class LaunchPlan:
     """For each pilot: the gear that is left when Slurm takes it."""
     pilots: tuple[tuple[Pilot, PilotSpec], ...]
     head: HeadSpec
+    allocation: str | None = None
+    """Cluster `allocation`: the Slurm job this runs in, whose nodes are the pool."""
 
 
 def plan_launch(
@@ -60,8 +62,12 @@ def plan_launch(
     from flexslurm.slurm.script import HeadSpec
 
     check_model(service.model.path)
+    allocation = None
     if cluster == "local":
         site = _on_this_machine(site)
+    elif cluster == "allocation":
+        allocation = os.environ.get("SLURM_JOB_ID")
+        service = service.model_copy(update={"pool": _pool_of_allocation(site, directory)})
     planner = ServicePlanner(service, site)
     pool = full_pool(service)
     gear = planner.choose(pool)
@@ -79,8 +85,15 @@ def plan_launch(
         env=_job_env(),
     )
     return LaunchPlan(
-        service, site, directory, cluster, head_here, gear, without, pilots, head
-    )  # fmt: skip
+        service, site, directory, cluster, head_here, gear, without, pilots, head, allocation
+    )
+
+
+def _pool_of_allocation(site: Site, directory: ServiceDir) -> list[Fragment]:
+    """One pilot for each node of the job this runs in. Raises EnvironmentFault outside of one."""
+    from flexslurm.slurm.allocation import AllocationSubmitter
+
+    return AllocationSubmitter(site, directory.path).pool()
 
 
 def _on_this_machine(site: Site) -> Site:
@@ -126,7 +139,7 @@ def _pilot(
     from flexslurm.slurm.script import PilotSpec
 
     partition = site.partitions.get(entry.partition or "")
-    grace_s = partition.grace if partition is not None and cluster == "slurm" else 0.0
+    grace_s = partition.grace if partition is not None and cluster != "local" else 0.0
     kill_wait_s = site.kill_wait_s(entry.partition or "")
     spec = PilotSpec(
         name=f"{service.name}.{fragment}",
@@ -148,9 +161,7 @@ def _pilot(
 def make_submitter(plan: LaunchPlan) -> Submitter:
     from flexslurm.head.runtime import submitter_for
 
-    submitter = submitter_for(plan.cluster, plan.site, plan.directory)
-    assert submitter is not None, plan.cluster
-    return submitter
+    return submitter_for(plan.cluster, plan.site, plan.directory, plan.allocation)
 
 
 def head_submitter(plan: LaunchPlan) -> Submitter:
@@ -202,19 +213,19 @@ def execute(plan: LaunchPlan, say: Say) -> None:
             taken_over = alive.get(pilot.fragment)
             job = taken_over or submitter.submit(spec)
             done.append(msgspec.structs.replace(pilot, job_id=job))
-            directory.write_pilots(Pilots(plan.cluster, tuple(done)))
+            directory.write_pilots(Pilots(plan.cluster, tuple(done), None, plan.allocation))
             if taken_over is None:
                 new.append(job)
             say(_submitted(plan, done[-1], taken_over is not None))
         head = head_submitter(plan).submit(plan.head)
-        directory.write_pilots(Pilots(plan.cluster, tuple(done), head))
+        directory.write_pilots(Pilots(plan.cluster, tuple(done), head, plan.allocation))
         say(f"submitted the head: job {head}")
     except BaseException:
         if new:
             submitter.cancel(new)
             say(f"cancelled the {len(new)} pilots that were submitted")
         left = tuple(pilot for pilot in done if pilot.job_id not in new)
-        directory.write_pilots(Pilots(plan.cluster, left))
+        directory.write_pilots(Pilots(plan.cluster, left, None, plan.allocation))
         raise
 
 

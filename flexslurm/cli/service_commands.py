@@ -59,9 +59,10 @@ def _say(line: str) -> None:
 )
 @click.option(
     "--cluster",
-    type=click.Choice(["slurm", "local"]),
+    type=click.Choice(["slurm", "local", "allocation"]),
     default="slurm",
-    help="Where pilots run: as Slurm jobs, or as processes of this machine.",
+    help="Where pilots run: as Slurm jobs, as processes of this machine, or as steps of the job "
+    "that this runs in, which then lasts as long as the service.",
 )
 @click.option(
     "--head",
@@ -123,6 +124,10 @@ def launch(
         click.echo(f"follow it with: flexslurm status{where}")
         return
     _wait(plan, timeout, where)
+    if cluster == "allocation":
+        from flexslurm.cli.holding import hold_until_end
+
+        hold_until_end(plan, _say, service.executor.drain_timeout_sec)
 
 
 def describe_left(left: Any) -> str:

@@ -35,8 +35,7 @@ def _cancel(directory: ServiceDir, pilots: Pilots, deadline: float, say: Say) ->
     from flexslurm.slurm.local import LocalSubmitter
 
     site = load_section(Site, directory.site)
-    submitter = submitter_for(pilots.cluster, site, directory)
-    assert submitter is not None, f"stop has no business in cluster {pilots.cluster}"
+    submitter = submitter_for(pilots.cluster, site, directory, pilots.allocation)
     jobs = [pilot.job_id for pilot in pilots.pilots]
     local = LocalSubmitter(directory.path)
     heads = [pilots.head_job] if pilots.head_job else []

@@ -46,11 +46,12 @@ from flexslurm.messages import (
     StatusAsk,
     StopAsk,
 )
+from flexslurm.slurm.allocation import AllocationSubmitter
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.address import node_address
 from flexslurm.wire.journal import Journal
-from flexslurm.wire.service_dir import HeadAddress, Pilot, Pilots, ServiceDir
+from flexslurm.wire.service_dir import HeadAddress, Pilot, ServiceDir
 from flexslurm.wire.transport import HeadSocket
 
 log = logging.getLogger(__name__)
@@ -81,13 +82,17 @@ def control_settings(service: Service, site: Site, head: str) -> ControlSettings
     )
 
 
-def submitter_for(cluster: str, site: Site, directory: ServiceDir) -> Submitter | None:
-    """Who started the pilots; None inside one allocation, where nobody is asked."""
+def submitter_for(
+    cluster: str, site: Site, directory: ServiceDir, allocation: str | None = None
+) -> Submitter:
+    """Where the pilots come from; `allocation` is the job of cluster `allocation`."""
     if cluster == "slurm":
         return SlurmSubmitter(site, directory.path)
     if cluster == "local":
         return LocalSubmitter(directory.path, kill_wait_s=site.slurm.kill_wait, env=site.env)
-    return None
+    assert cluster == "allocation" and allocation is not None, f"{cluster}, job {allocation}"
+    environ = {**os.environ, "SLURM_JOB_ID": allocation}
+    return AllocationSubmitter(site, directory.path, environ=environ)
 
 
 class Head:
@@ -188,9 +193,9 @@ class Head:
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
         tasks = [asyncio.create_task(self._ticking(), name="tick")]
-        pilots = self.directory.pilots() or Pilots("allocation")
-        submitter = submitter_for(pilots.cluster, self.site, self.directory)
-        if submitter is not None:
+        pilots = self.directory.pilots()
+        if pilots is not None:
+            submitter = submitter_for(pilots.cluster, self.site, self.directory, pilots.allocation)
             self.poller = JobPoller(
                 submitter, self._pilots, self._tell, self.site.slurm.poll_interval
             )

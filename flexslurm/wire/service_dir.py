@@ -60,6 +60,8 @@ class Pilots(msgspec.Struct, frozen=True):
     """`slurm`, `local` or `allocation` (inside one job)."""
     pilots: tuple[Pilot, ...] = ()
     head_job: str | None = None
+    allocation: str | None = None
+    """The job whose steps all of this is, in cluster `allocation`."""
 
 
 class ServiceDir:

@@ -1,0 +1,44 @@
+"""Inside one allocation the launcher stays: the job lasts as long as the service."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from flexslurm.cli.launch import LaunchPlan, head_submitter
+from flexslurm.cli.stopping import stop_service
+from flexslurm.errors import ServiceError, SlurmError
+
+_ENDS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+_LOOK_EVERY_S = 1.0
+
+
+def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float) -> None:
+    """Wait for the head's end, or for a signal, which stops the service in good order.
+
+    Slurm sends SIGUSR1 to the batch step ahead of the walltime, and SIGTERM when the job is to
+    end. Raises ServiceError when the head dies by itself.
+    """
+    pilots = plan.directory.pilots()
+    assert pilots is not None and pilots.head_job is not None
+    submitter = head_submitter(plan)
+    # taken by waiting, not by handlers: nothing is interrupted in the middle
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    try:
+        while True:
+            told = signal.sigtimedwait(_ENDS, _LOOK_EVERY_S)
+            if told is not None:
+                say(f"{signal.Signals(told.si_signo).name}: stopping")
+                stop_service(plan.directory, drain_s, 60.0, say)
+                return
+            try:
+                info = submitter.states([pilots.head_job])[pilots.head_job]
+            except SlurmError:
+                continue  # unknown is not ended
+            if info.state.over:
+                break
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    stop_service(plan.directory, 0.0, 60.0, say)
+    if info.exit_code not in (0, None):
+        raise ServiceError(f"the head has ended with exit code {info.exit_code}")
