@@ -77,7 +77,8 @@ class Unreachable:
     member: str
 
 
-Event = Heard | Tick | EpochBroken | Cordon | PilotGone | PilotLeaving | Unreachable
+RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
+Event = RollEvent | EpochBroken
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class WorkerRecord:
     state: WorkerState
     heard_at: float
     pid: int = 0
+    data_port: int = 0
+    """Where it gives out weights and KV pages, on its node's address; 0: nowhere."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,13 @@ class AgentRecord:
     @property
     def name(self) -> str:
         return f"{self.hello.fragment} on {self.hello.node}"
+
+    def blame(self, why: str, limit: int) -> None:
+        """Count a failure that points to this agent; at the limit it is left out of planning."""
+        self.failures += 1
+        self.failure = why
+        if self.failures >= limit and self.state is AgentState.READY:
+            self.state = AgentState.FAULTY
 
 
 class Members:
@@ -88,6 +97,9 @@ class Members:
 
     def drop(self, agent: str) -> AgentRecord | None:
         return self.agents.pop(agent, None)
+
+    def of_fragment(self, fragment: str) -> list[AgentRecord]:
+        return [agent for agent in self.agents.values() if agent.hello.fragment == fragment]
 
     def worker(self, worker: str) -> WorkerRecord | None:
         return next((w for w in self.workers() if w.worker == worker), None)

@@ -17,52 +17,41 @@ from typing import Any
 from flexslurm.control.actions import Action, Detach, OpenEpoch, Record, Say, Send
 from flexslurm.control.events import (
     ControlSettings,
-    Cordon,
     EpochBroken,
     Event,
-    Heard,
-    PilotGone,
-    PilotLeaving,
     Planner,
     ServiceState,
     ShiftReport,
-    Tick,
-    Unreachable,
 )
 from flexslurm.control.members import (
     AgentRecord,
     AgentState,
-    GpuAt,
     Members,
     WorkerRecord,
-    WorkerState,
     signature_of,
 )
 from flexslurm.control.policy import Observation, decide
+from flexslurm.control.roll import (
+    AgentGone,
+    Change,
+    CordonChanged,
+    Joined,
+    Leaves,
+    Roll,
+    Stays,
+    WorkerFailedToStart,
+    WorkerGone,
+    WorkerSaid,
+)
 from flexslurm.control.shift import Held, InstalledGear, Phase, Shift, close_epoch
 from flexslurm.gear import Gear
 from flexslurm.messages import (
-    PROTOCOL,
-    AgentBeat,
-    AgentBye,
-    AgentHello,
     Install,
     Installed,
     InstallFailed,
-    LeaveCancelled,
-    LeaveNotice,
     Message,
-    Refused,
     ReleaseAgent,
     Retired,
-    StopWorkers,
-    Welcome,
-    WorkerBeat,
-    WorkerDied,
-    WorkerExit,
-    WorkerHello,
-    WorkerStarted,
-    WorkerWelcome,
 )
 
 
@@ -95,6 +84,9 @@ class Control:
     history: deque[ShiftReport] = field(default_factory=lambda: deque(maxlen=100))
     _plan: _Plan = field(default_factory=_Plan)
 
+    def __post_init__(self) -> None:
+        self._roll = Roll(self.settings, self.members)
+
     @property
     def state(self) -> ServiceState:
         if self.failed:
@@ -110,220 +102,52 @@ class Control:
 
     def handle(self, now: float, event: Event) -> list[Action]:
         """Take one event in; returns what is to be done, in order."""
-        match event:
-            case Heard(sender, message):
-                actions = self._hear(now, sender, message)
-            case Tick():
-                actions = self._find_silent(now)
-            case EpochBroken(epoch, reason):
-                actions = self._on_broken(now, epoch, reason)
-            case Cordon(fragment, cordon):
-                actions = self._on_cordon(now, fragment, cordon)
-            case PilotGone(fragment, reason):
-                actions = self._on_pilot_gone(now, fragment, reason)
-            case Unreachable(member):
-                actions = self._on_unreachable(now, member)
-            case PilotLeaving(fragment, source, grace_s):
-                actions = []
-                for agent in self._of_fragment(fragment):
-                    actions += self._on_leaving(now, agent, source, grace_s)
+        if isinstance(event, EpochBroken):
+            actions = self._on_broken(now, event.epoch, event.reason)
+        else:
+            told = self._roll.take(now, event)
+            actions = told.actions
+            for change in told.changes:
+                actions += self._on_change(now, change)
         return actions + self._settle(now)
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ changes
 
-    def _hear(self, now: float, sender: str, message: Message) -> list[Action]:
-        match message:
-            case AgentHello():
-                return self._on_agent_hello(now, sender, message)
-            case WorkerHello():
-                return self._on_worker_hello(now, sender, message)
-        agent = self.members.agents.get(sender)
-        if agent is not None:
-            agent.heard_at = now
-            return self._on_agent(now, agent, message)
-        worker = self.members.worker(sender)
-        if worker is not None:
-            worker.heard_at = now
-            return self._on_worker(now, worker, message)
-        return self._on_stranger(sender, message)
-
-    def _on_stranger(self, sender: str, message: Message) -> list[Action]:
-        """A ghost or a member from before this head: it must say hello, or end."""
-        if isinstance(message, WorkerBeat):
-            return [Send(sender, WorkerExit(reason="this head does not know you"))]
-        if isinstance(message, AgentBeat):
-            return [Send(sender, self._welcome("unknown"))]
-        return []
-
-    def _welcome(self, head: str | None = None) -> Welcome:
-        return Welcome(
-            head=head or self.settings.head,
-            beat_s=self.settings.beat_s,
-            lost_s=self.settings.lost_s,
-        )
-
-    def _worker_welcome(self) -> WorkerWelcome:
-        return WorkerWelcome(
-            head=self.settings.head, beat_s=self.settings.beat_s, lost_s=self.settings.lost_s
-        )
-
-    def _on_agent_hello(self, now: float, sender: str, hello: AgentHello) -> list[Action]:
-        refusal = self._refusal(sender, hello)
-        if refusal:
-            return [
-                Send(sender, Refused(reason=refusal)),
-                Say(f"refused an agent: {refusal}", True),
-            ]
-        known = hello.incarnation in self.members.agents
-        actions: list[Action] = []
-        for ghost in self.members.join(hello, now):
-            actions += self._agent_is_gone(now, ghost, "it was started again")
-        actions.append(Send(sender, self._welcome()))
-        if not known:
-            self.failed = ""
-            self._plan.attempts = 0
-            settle = self.settings.join_settle_s
-            self._plan.soon(now + settle)
-            actions.append(
-                Say(f"{hello.fragment} on {hello.node} joined: {len(hello.gpus)} {hello.gpu_type}")
-            )
-        return actions
-
-    def _refusal(self, sender: str, hello: AgentHello) -> str:
-        if hello.protocol != PROTOCOL:
-            return (
-                f"{hello.fragment} speaks protocol {hello.protocol}, the head {PROTOCOL}: "
-                "the installed versions of flexslurm differ"
-            )
-        if hello.gpu_type not in self.settings.gpu_types:
-            known = ", ".join(sorted(self.settings.gpu_types))
-            return f"GPU type '{hello.gpu_type}' is not in the site file (it has {known})"
-        return "" if hello.incarnation == sender else "the hello is not the sender's own"
-
-    def _on_worker_hello(self, now: float, sender: str, hello: WorkerHello) -> list[Action]:
-        agent = self.members.agents.get(hello.agent)
-        if agent is None or hello.protocol != PROTOCOL or hello.worker != sender:
-            return [Send(sender, WorkerExit(reason="its agent is not known here"))]
-        known = agent.workers.get(hello.gpu)
-        if known is not None and known.worker != sender and known.state is WorkerState.READY:
-            return [Send(sender, WorkerExit(reason=f"GPU {hello.gpu} has another worker"))]
-        at = GpuAt(agent.id, hello.gpu)
-        agent.workers[hello.gpu] = WorkerRecord(sender, at, WorkerState.READY, now, hello.pid)
-        return [Send(sender, self._worker_welcome())]
-
-    def _on_agent(self, now: float, agent: AgentRecord, message: Message) -> list[Action]:
-        match message:
-            case LeaveNotice(source=source, grace_s=grace_s):
-                return self._on_leaving(now, agent, source, grace_s)
-            case LeaveCancelled(reason=reason) if agent.state is AgentState.LEAVING:
-                agent.state, agent.leaves_at = AgentState.READY, None
+    def _on_change(self, now: float, change: Change) -> list[Action]:
+        settings = self.settings
+        match change:
+            case Joined():
+                self.failed = ""
+                self._plan.attempts = 0
+                self._plan.soon(now + settings.join_settle_s)
+            case Leaves(agent):
+                self._plan.soon(now + settings.loss_settle_s)
+                self._fail_shift_over(agent, f"{agent.name} must leave")
+            case Stays() | CordonChanged():
                 self._plan.soon(now)
-                return [Say(f"{agent.name} stays: {reason}")]
-            case WorkerStarted(gpu=gpu, worker=worker):
-                if gpu not in agent.workers:
-                    at = GpuAt(agent.id, gpu)
-                    agent.workers[gpu] = WorkerRecord(worker, at, WorkerState.STARTING, now)
-            case WorkerDied():
-                return self._on_worker_died(now, agent, message)
-            case AgentBeat():
-                return [Send(agent.id, self._welcome())]
-            case AgentBye(reason=reason):
-                self.members.drop(agent.id)
-                return self._agent_is_gone(now, agent, reason)
+            case AgentGone():
+                self._plan.soon(now + settings.loss_settle_s)
+            case WorkerGone(worker):
+                return self._worker_is_gone(now, worker)
+            case WorkerFailedToStart(agent):
+                self._fail_shift_over(agent, f"a worker of {agent.name} died at its start")
+            case WorkerSaid(worker, message):
+                self._on_worker(worker, message)
         return []
-
-    def _on_leaving(
-        self, now: float, agent: AgentRecord, source: str, grace_s: float
-    ) -> list[Action]:
-        leaves_at = now + grace_s
-        first = agent.state is not AgentState.LEAVING
-        agent.state = AgentState.LEAVING
-        agent.leaves_at = leaves_at if first else min(agent.leaves_at or leaves_at, leaves_at)
-        if not first:
-            return []
-        agent.leave_source = source
-        self._plan.soon(now + self.settings.loss_settle_s)
-        self._fail_shift_over(agent, f"{agent.name} must leave")
-        return [
-            Record({"event": "leaving", "fragment": agent.hello.fragment, "source": source}),
-            Say(f"{agent.name} leaves in {grace_s:.0f} s ({source})", True),
-        ]
 
     def _fail_shift_over(self, agent: AgentRecord, why: str) -> None:
         if self.shift is not None and agent.id in {g.agent for g in self.shift.placement.values()}:
             self.shift.fail(why)
 
-    def _on_worker_died(self, now: float, agent: AgentRecord, died: WorkerDied) -> list[Action]:
-        record = agent.workers.get(died.gpu)
-        expected = record is not None and record.state is WorkerState.STOPPING
-        if record is not None and record.worker == died.worker:
-            del agent.workers[died.gpu]
-        actions = self._worker_is_gone(now, died.worker)
-        if expected:
-            return actions
-        how = f"exit code {died.exit_code}" if died.exit_code is not None else "unknown exit"
-        detail = f": {died.reason}" if died.reason else ""
-        if record is None or record.state is WorkerState.STARTING:
-            self._blame(agent, f"a worker died at its start ({how}{detail})")
-            self._fail_shift_over(agent, f"a worker of {agent.name} died at its start")
-        text = f"the worker on GPU {died.gpu} of {agent.name} died ({how}{detail})"
-        return [*actions, Say(text, warning=True)]
-
-    def _on_worker(self, now: float, worker: WorkerRecord, message: Message) -> list[Action]:
+    def _on_worker(self, worker: WorkerRecord, message: Message) -> None:
         shift = self.shift
         match message:
-            case WorkerBeat():
-                return [Send(worker.worker, self._worker_welcome())]
             case Retired(epoch=epoch):
                 self.held.discard(Held(worker.worker, epoch))
             case Installed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.on_installed(worker.worker)
             case InstallFailed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.fail(message.reason, worker.at.agent, fatal=message.fatal)
-        return []
-
-    # ------------------------------------------------------------------ losses
-
-    def _find_silent(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for agent in list(self.members.agents.values()):
-            silent = now - agent.heard_at
-            if silent >= self.settings.lost_s:
-                self.members.drop(agent.id)
-                actions += self._agent_is_gone(now, agent, f"silent for {silent:.1f} s")
-        for worker in list(self.members.workers()):
-            # a worker whose agent beats but which says nothing itself hangs: three times the bound,
-            # because a long call into a library may hold its control thread
-            if (
-                worker.state is WorkerState.READY
-                and now - worker.heard_at >= 3 * self.settings.lost_s
-            ):
-                worker.state = WorkerState.STOPPING
-                stop = StopWorkers(gpus=(worker.at.gpu,), grace_s=0.0)
-                actions += [Send(worker.at.agent, stop), *self._worker_is_gone(now, worker.worker)]
-        return actions
-
-    def _on_unreachable(self, now: float, member: str) -> list[Action]:
-        """Its connection is closed: taken for lost at once. If it lives, it says hello again."""
-        agent = self.members.drop(member)
-        if agent is not None:
-            return self._agent_is_gone(now, agent, "its connection is closed")
-        worker = self.members.worker(member)
-        if worker is None:
-            return []
-        del self.members.agents[worker.at.agent].workers[worker.at.gpu]
-        return self._worker_is_gone(now, member)
-
-    def _agent_is_gone(self, now: float, agent: AgentRecord, why: str) -> list[Action]:
-        """The agent is out of `members` already."""
-        actions: list[Action] = [
-            Record({"event": "lost", "fragment": agent.hello.fragment, "why": why}),
-            Say(f"{agent.name} is gone: {why}", warning=True),
-        ]
-        for worker in list(agent.workers.values()):
-            actions += self._worker_is_gone(now, worker.worker)
-        self._plan.soon(now + self.settings.loss_settle_s)
-        return actions
 
     def _worker_is_gone(self, now: float, worker: str) -> list[Action]:
         self.held = {held for held in self.held if held.worker != worker}
@@ -345,31 +169,6 @@ class Control:
             Record({"event": "broken", "epoch": epoch, "why": reason}),
             Say(f"epoch {epoch} is broken: {reason}", warning=True),
         ]
-
-    def _on_cordon(self, now: float, fragment: str, cordon: bool) -> list[Action]:
-        (self.members.cordoned.add if cordon else self.members.cordoned.discard)(fragment)
-        self._plan.soon(now)
-        word = "cordoned" if cordon else "in use again"
-        return [
-            Record({"event": "cordon", "fragment": fragment, "cordon": cordon}),
-            Say(f"{fragment} is {word}"),
-        ]
-
-    def _of_fragment(self, fragment: str) -> list[AgentRecord]:
-        return [a for a in self.members.agents.values() if a.hello.fragment == fragment]
-
-    def _on_pilot_gone(self, now: float, fragment: str, reason: str) -> list[Action]:
-        actions: list[Action] = []
-        for agent in self._of_fragment(fragment):
-            self.members.drop(agent.id)
-            actions += self._agent_is_gone(now, agent, reason)
-        return actions
-
-    def _blame(self, agent: AgentRecord, why: str) -> None:
-        agent.failures += 1
-        agent.failure = why
-        if agent.failures >= self.settings.max_failures and agent.state is AgentState.READY:
-            agent.state = AgentState.FAULTY
 
     # ------------------------------------------------------------------ deciding
 
@@ -485,7 +284,7 @@ class Control:
     def _aborted(self, now: float, shift: Shift) -> list[Action]:
         self._note(now, shift, f"aborted: {shift.failure}")
         if shift.blamed is not None and (agent := self.members.agents.get(shift.blamed)):
-            self._blame(agent, shift.failure)
+            agent.blame(shift.failure, self.settings.max_failures)
         if shift.fatal:
             self.failed = self.reason = shift.failure
         self._plan.attempts += 1
