@@ -110,12 +110,13 @@ def replica_slots(replica: Replica, number: int) -> Iterable[Slot]:
 
 def same_replica(one: Replica, other: Replica) -> bool:
     """Whether two replicas are equal but for the abstract nodes they name."""
+    return bare_replica(one) == bare_replica(other)
 
-    def bare(replica: Replica) -> Replica:
-        stages = tuple(msgspec.structs.replace(stage, node=0) for stage in replica.stages)
-        return msgspec.structs.replace(replica, stages=stages)
 
-    return bare(one) == bare(other)
+def bare_replica(replica: Replica) -> Replica:
+    """The replica with no word on which nodes it is on."""
+    stages = tuple(msgspec.structs.replace(stage, node=0) for stage in replica.stages)
+    return msgspec.structs.replace(replica, stages=stages)
 
 
 def whole_replicas(

@@ -1,0 +1,207 @@
+"""Three figures that judge the shifts: throughput kept, requests that succeed, time spent; pure.
+
+Fed with what happens and when, by one clock; knows none itself. Throughput is compared with that of
+the time just before each shift, so a service that is idle anyway neither gains nor loses by it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+SHIFTING_LIMIT = 0.05
+"""Share of the time that shifts may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The figures so far; None where nothing was seen to judge by."""
+
+    kept_during: float | None
+    """Tokens per second during shifts over those just before, weighted by the shifts' length."""
+    kept_after: float | None
+    """Tokens per second just after shifts over those just before."""
+    success: float | None
+    """Requests that ended as they should, of all that ended."""
+    shifting: float
+    """Share of the time since serving began."""
+    shifts: int
+    paused_s: float
+    """Without a gear that serves, since the first one did."""
+
+    @property
+    def within_limit(self) -> bool:
+        return self.shifting < SHIFTING_LIMIT
+
+    def words(self) -> str:
+        """For people, in one line."""
+
+        def share(value: float | None) -> str:
+            return "-" if value is None else f"{100 * value:.1f} %"
+
+        return (
+            f"throughput kept during shifts {share(self.kept_during)}, "
+            f"after them {share(self.kept_after)}; "
+            f"requests that succeeded {share(self.success)}; "
+            f"time spent shifting {share(self.shifting)} ({self.shifts} shifts)"
+        )
+
+
+@dataclass(slots=True)
+class _Open:
+    """A shift that is under way, or whose time after is."""
+
+    before: float
+    """Tokens per second just before."""
+    began: float
+    tokens: int = 0
+    ended: float | None = None
+    after_tokens: int = 0
+
+
+class ServiceFigures:
+    """Accumulates; times never run backwards, and at most one shift is under way.
+
+    `around_s`: how much time before and after a shift it is compared with. An after-time that the
+    next shift cuts short counts for what there is of it, if that is at least a tenth.
+    """
+
+    def __init__(self, around_s: float = 30.0) -> None:
+        assert around_s > 0
+        self._around_s = around_s
+        self._recent: deque[tuple[float, int]] = deque()
+        self._began: float | None = None
+        self._now = 0.0
+        self._open: _Open | None = None
+        self._after: _Open | None = None
+        self._during_weight = self._during_sum = 0.0
+        self._after_weight = self._after_sum = 0.0
+        self._shifting_s = self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._calm_since: float | None = None
+        self._last_rate = 0.0
+        self._shifts = 0
+        self._good = self._bad = 0
+
+    # ------------------------------------------------------------------ what happens
+
+    def serving(self, now: float) -> None:
+        """A gear serves: time counts from the first of these, and a pause ends."""
+        self._at(now)
+        if self._began is None:
+            self._began = now
+        self._end_pause(now)
+
+    def paused(self, now: float) -> None:
+        """No gear serves, by a shift or a loss."""
+        self._at(now)
+        if self._paused_at is None and self._began is not None:
+            self._paused_at = now
+
+    def tokens(self, now: float, count: int) -> None:
+        """Tokens were given out."""
+        self._at(now)
+        if self._recent and now - self._recent[-1][0] < self._around_s / 100:
+            at, before = self._recent.pop()
+            self._recent.append((at, before + count))
+        else:
+            self._recent.append((now, count))
+        if self._open is not None:
+            self._open.tokens += count
+        if self._after is not None:
+            self._after.after_tokens += count
+        while self._recent[0][0] <= now - self._around_s:
+            self._recent.popleft()
+
+    def request_ended(self, success: bool) -> None:
+        """A request ended by itself: aborts by its client are not told."""
+        if success:
+            self._good += 1
+        else:
+            self._bad += 1
+
+    def shift_began(self, now: float) -> None:
+        """A shift from a gear that serves; the first gear's install is none."""
+        self._at(now)
+        assert self._open is None, "two shifts at once"
+        self._close_after(now)
+        if self._began is None:
+            return
+        self._shifts += 1
+        self._open = _Open(self._calm_rate(now), now)
+
+    def _calm_rate(self, now: float) -> float:
+        """Tokens per second since the last shift, at most `around_s` back.
+
+        Where that is too short to say, what was before the last shift is what there was.
+        """
+        assert self._began is not None
+        calm = self._calm_since if self._calm_since is not None else self._began
+        span = min(self._around_s, now - calm)
+        if span < self._around_s / 10 and self._calm_since is not None:
+            return self._last_rate
+        count = sum(n for at, n in self._recent if at >= now - span)
+        self._last_rate = count / span if span > 0 else 0.0
+        return self._last_rate
+
+    def shift_ended(self, now: float) -> None:
+        """It was committed or given up."""
+        self._at(now)
+        shift = self._open
+        if shift is None:
+            return
+        self._open = None
+        shift.ended = self._calm_since = now
+        took = now - shift.began
+        self._shifting_s += took
+        if shift.before > 0 and took > 0:
+            self._during_weight += took
+            self._during_sum += shift.tokens / shift.before
+        self._after = shift
+
+    # ------------------------------------------------------------------ what it comes to
+
+    def judge(self, now: float) -> Judgement:
+        """The figures as of now; what is under way is counted so far."""
+        self._at(now)
+        during_weight, during_sum = self._during_weight, self._during_sum
+        shifting = self._shifting_s
+        if self._open is not None:
+            took = now - self._open.began
+            shifting += took
+            if self._open.before > 0 and took > 0:
+                during_weight += took
+                during_sum += self._open.tokens / self._open.before
+        age = now - self._began if self._began is not None else 0.0
+        ended = self._good + self._bad
+        paused = now - self._paused_at if self._paused_at is not None else 0.0
+        return Judgement(
+            kept_during=during_sum / during_weight if during_weight else None,
+            kept_after=self._after_sum / self._after_weight if self._after_weight else None,
+            success=self._good / ended if ended else None,
+            shifting=shifting / age if age > 0 else 0.0,
+            shifts=self._shifts,
+            paused_s=self._paused_s + paused,
+        )
+
+    def _at(self, now: float) -> None:
+        assert now >= self._now, f"time runs backwards: {now} after {self._now}"
+        self._now = now
+        after = self._after
+        if after is not None and after.ended is not None and now > after.ended + self._around_s:
+            self._close_after(after.ended + self._around_s)
+
+    def _close_after(self, now: float) -> None:
+        """Count the time after a shift, which ends now."""
+        after, self._after = self._after, None
+        if after is None or after.ended is None:
+            return
+        span = now - after.ended
+        if after.before > 0 and span >= self._around_s / 10:
+            self._after_weight += span
+            self._after_sum += after.after_tokens / after.before
+
+    def _end_pause(self, now: float) -> None:
+        if self._paused_at is not None:
+            self._paused_s += now - self._paused_at
+            self._paused_at = None

@@ -1,0 +1,129 @@
+"""What a gear is worth until the next loss of GPUs, and how likely that loss is; pure.
+
+The worth of a course is its integral of useful tokens per second over the horizon. A loss that may
+come is weighed in: with hazard h the course is still under way at time t with probability
+`exp(-h t)`, and after the loss comes a pause and then whatever the rest can do. All integrals are
+in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, expm1
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What may happen to the members of a gear; by default nothing does."""
+
+    known_end_s: float | None = None
+    """Until the first loss that is known beforehand: a notice, a walltime."""
+    hazard_per_s: float = 0.0
+    """Rate of losses that nobody announces; 1 over the mean time to one."""
+    after_loss_tokens_per_s: float = 0.0
+    """What serves after a loss."""
+    recovery_s: float = 0.0
+    """Without tokens, from the loss until that serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A rate that is held for a time; None: to the end of the horizon."""
+
+    tokens_per_s: float
+    seconds: float | None = None
+
+
+def expected_tokens(legs: Sequence[Leg], outlook: Outlook, horizon_s: float) -> float:
+    """Tokens of a course over the horizon: `∫ r(t) e^{-ht} dt`, and what follows a loss.
+
+    The last leg goes on to the horizon or to the known end, after which only recovery and the rate
+    after a loss are left.
+    """
+    end = outlook.known_end_s
+    until = horizon_s if end is None else min(end, horizon_s)
+    hazard, at, total = outlook.hazard_per_s, 0.0, 0.0
+    for number, leg in enumerate(legs):
+        last = leg.seconds is None or number == len(legs) - 1
+        stop = until if last else min(at + (leg.seconds or 0.0), until)
+        total += leg.tokens_per_s * _alive(hazard, at, stop)
+        at = stop
+    after = outlook.after_loss_tokens_per_s
+    total += after * _after_loss(hazard, until, horizon_s - outlook.recovery_s)
+    if until < horizon_s:
+        left = max(horizon_s - until - outlook.recovery_s, 0.0)
+        total += after * left * exp(-hazard * until)
+    return total
+
+
+def _alive(hazard: float, start: float, stop: float) -> float:
+    """`∫ e^{-ht} dt` from start to stop."""
+    if stop <= start:
+        return 0.0
+    if hazard <= 0:
+        return stop - start
+    return exp(-hazard * start) * -expm1(-hazard * (stop - start)) / hazard
+
+
+def _after_loss(hazard: float, until: float, resumed: float) -> float:
+    """Expected seconds served after an unannounced loss at some t < until: `∫ h e^{-ht} (T-t)⁺ dt`.
+
+    `resumed` is T: the horizon less the recovery.
+    """
+    last = min(until, resumed)
+    if hazard <= 0 or last <= 0:
+        return 0.0
+    lost = -expm1(-hazard * last)
+    # ∫ h t e^{-ht} dt from 0 to s is (1 - e^{-hs})/h - s e^{-hs}.
+    mean = lost / hazard - last * exp(-hazard * last)
+    return resumed * lost - mean
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRisk:
+    """One member of a gear."""
+
+    ends_in_s: float | None = None
+    hazard_per_s: float = 0.0
+
+
+def outlook_of(
+    members: Iterable[MemberRisk], after_loss_tokens_per_s: float = 0.0, recovery_s: float = 0.0
+) -> Outlook:
+    """A gear ends with its first member, and hazards of members that fall alone add up."""
+    risks = list(members)
+    ends = [risk.ends_in_s for risk in risks if risk.ends_in_s is not None]
+    return Outlook(
+        known_end_s=min(ends, default=None),
+        hazard_per_s=sum(risk.hazard_per_s for risk in risks),
+        after_loss_tokens_per_s=after_loss_tokens_per_s,
+        recovery_s=recovery_s,
+    )
+
+
+class LossHistory:
+    """How often members of each kind (a partition, a GPU type) were lost without being told to go.
+
+    The rate is losses / (seconds watched + prior): a kind that never lost anything is taken to be
+    safe, and one loss soon after the start does not count for many.
+    """
+
+    def __init__(self, prior_s: float = 7 * 86400.0) -> None:
+        assert prior_s > 0
+        self._prior_s = prior_s
+        self._watched_s: dict[str, float] = {}
+        self._losses: dict[str, int] = {}
+
+    def watched(self, kind: str, member_seconds: float) -> None:
+        """Members of this kind lived for so long, all together."""
+        assert member_seconds >= 0
+        self._watched_s[kind] = self._watched_s.get(kind, 0.0) + member_seconds
+
+    def lost(self, kind: str) -> None:
+        self._losses[kind] = self._losses.get(kind, 0) + 1
+
+    def hazard_per_s(self, kind: str) -> float:
+        """Losses per second and member."""
+        losses = self._losses.get(kind, 0)
+        return losses / (self._watched_s.get(kind, 0.0) + self._prior_s)

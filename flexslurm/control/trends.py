@@ -1,0 +1,139 @@
+"""Averages and P95 over windows of minutes, and what estimates are off by; pure, knows no clock.
+
+Decisions look at whole windows, never at instants: the last one and the one before it, side by
+side and not overlapping.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+HEADROOM = 0.7
+"""A gear carries a load when the load's P95 is at most this share of what the gear can do."""
+BUSY = 0.9
+"""A service whose replicas compute this share of the time is taken to be saturated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one interval showed."""
+
+    at_s: float
+    """When the interval ended."""
+    tokens_per_s: float
+    """Tokens of answers, over the interval."""
+    running: int
+    waiting: int
+    """At the end of the interval."""
+    busy: float = 1.0
+    """Share of the interval in which some step was in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window's figures."""
+
+    tokens_per_s: float
+    p95_tokens_per_s: float
+    running: float
+    waiting: float
+    p95_waiting: float
+    busy: float
+    samples: int
+
+    @property
+    def saturated(self) -> bool:
+        """Whether more would have been done by a faster gear: then the load has no known bound."""
+        return self.waiting >= 1.0 or self.busy >= BUSY
+
+    @property
+    def demand_tokens_per_s(self) -> float | None:
+        """What a gear must be able to do to carry this load; None: as much as it can."""
+        return None if self.saturated else self.p95_tokens_per_s / HEADROOM
+
+
+class Trends:
+    """The samples of the last two windows."""
+
+    def __init__(self, interval_s: float = 10.0, window_s: float = 300.0) -> None:
+        assert 0 < interval_s <= window_s, f"samples every {interval_s} s in {window_s} s"
+        self.interval_s, self.window_s = interval_s, window_s
+        self._samples: deque[Sample] = deque(maxlen=2 * ceil(window_s / interval_s) + 2)
+
+    def add(self, sample: Sample) -> None:
+        assert not self._samples or sample.at_s >= self._samples[-1].at_s, "time runs backwards"
+        self._samples.append(sample)
+
+    def clear(self) -> None:
+        """Forget: another gear serves, and what was measured is not its own."""
+        self._samples.clear()
+
+    def windows(self, now: float) -> tuple[Window, ...]:
+        """The last whole window and the one before it, the latest first; fewer while it is early.
+
+        A window counts as whole when its samples miss at most one interval of it.
+        """
+        found: list[Window] = []
+        for number in range(2):
+            stop = now - number * self.window_s
+            start = stop - self.window_s
+            inside = [s for s in self._samples if start < s.at_s <= stop]
+            if len(inside) + 1 < self.window_s / self.interval_s:
+                break
+            found.append(summary(inside))
+        return tuple(found)
+
+
+def summary(samples: Iterable[Sample]) -> Window:
+    """Averages and P95 of some samples; at least one."""
+    found = list(samples)
+    count = len(found)
+    assert count, "a window without samples"
+    return Window(
+        tokens_per_s=sum(s.tokens_per_s for s in found) / count,
+        p95_tokens_per_s=p95(s.tokens_per_s for s in found),
+        running=sum(s.running for s in found) / count,
+        waiting=sum(s.waiting for s in found) / count,
+        p95_waiting=p95(s.waiting for s in found),
+        busy=sum(s.busy for s in found) / count,
+        samples=count,
+    )
+
+
+def p95(values: Iterable[float]) -> float:
+    """The smallest value that at least 95 % of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(ceil(0.95 * len(ordered)) - 1, 0)]
+
+
+class Corrections:
+    """What gears did, measured while saturated, over what they were estimated at."""
+
+    def __init__(self, weight: float = 0.3) -> None:
+        self._weight = weight
+        self._factors: dict[str, float] = {}
+
+    def measured(self, gear: str, estimate: float, window: Window) -> None:
+        """Take a window in which `gear` served alone; says nothing unless it was saturated."""
+        if estimate <= 0 or not window.saturated or window.tokens_per_s <= 0:
+            return
+        found = window.tokens_per_s / estimate
+        before = self._factors.get(gear, found)
+        self._factors[gear] = before + self._weight * (found - before)
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """Measured over estimated, by gear, of those that were measured."""
+        return dict(self._factors)
+
+
+def corrected(estimate: float, gear: str, factors: Mapping[str, float]) -> float:
+    """An estimate times its own factor, or the mean of the others': models err alike."""
+    if gear in factors:
+        return estimate * factors[gear]
+    if not factors:
+        return estimate
+    return estimate * sum(factors.values()) / len(factors)
