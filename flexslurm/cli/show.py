@@ -66,7 +66,7 @@ def render_status(answer: StatusAnswer) -> str:
     if answer.shifts:
         lines += ["", "last shifts:"]
         lines += [
-            f"  epoch {s['epoch']}, {_duration(float(s['started_s_ago']))} ago, "
+            f"  epoch {float(s['epoch']):.0f}, {_duration(float(s['started_s_ago']))} ago, "
             f"{float(s['took_s']):.2f} s, {s['outcome']}: {s['why']}"
             for s in answer.shifts[-5:]
         ]
