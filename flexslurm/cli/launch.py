@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,13 @@ def plan_launch(
     service: Service, site: Site, directory: ServiceDir, cluster: str, head_here: bool
 ) -> LaunchPlan:
     """Check the model and the pool. Raises ModelError, CapacityError, ConfigError."""
+    from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
     from flexslurm.head.main import head_command
     from flexslurm.head.planning import ServicePlanner, full_pool
     from flexslurm.slurm.script import HeadSpec
 
-    check_model(service.model.path)
+    check_files(check_model(service.model.path))
     allocation = None
     if cluster == "local":
         site = _on_this_machine(site)
@@ -204,6 +206,7 @@ def execute(plan: LaunchPlan, say: Say) -> None:
     What was submitted is cancelled when a later step fails.
     """
     directory = plan.directory
+    fresh = not directory.path.exists()
     directory.create()
     _write_files(plan)
     alive = _pilots_alive(plan)
@@ -226,6 +229,8 @@ def execute(plan: LaunchPlan, say: Say) -> None:
             say(f"cancelled the {len(new)} pilots that were submitted")
         left = tuple(pilot for pilot in done if pilot.job_id not in new)
         directory.write_pilots(Pilots(plan.cluster, left, None, plan.allocation))
+        if fresh and not done:
+            shutil.rmtree(directory.path, ignore_errors=True)  # nothing was ever there
         raise
 
 

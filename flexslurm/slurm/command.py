@@ -12,6 +12,9 @@ from pathlib import Path
 
 from flexslurm.errors import EnvironmentFault, SlurmError, SlurmUnavailable
 
+_NO_CONFIGURATION = re.compile(
+    r"Could not establish a configuration source|Unable to process configuration file", re.I
+)
 _INHERITED = re.compile(
     r"^(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SPRIO|SSTAT|SUBMITIT)_"
 )
@@ -106,6 +109,12 @@ def failure(done: Completed) -> SlurmError:
     name = Path(done.argv[0]).name
     if is_unavailable(text):
         return SlurmUnavailable(f"Slurm does not answer: {text}")
+    if _NO_CONFIGURATION.search(text):
+        return SlurmError(
+            f"{name} finds no configuration of Slurm on this machine",
+            hint="run on a login node, set SLURM_CONF (flexslurm sandbox up makes one to try "
+            "with), or launch with --cluster local",
+        )
     return SlurmError(text if text.startswith(f"{name}:") else f"{name}: {text}")
 
 
