@@ -88,24 +88,32 @@ def route_sequences(
 
     `costs[old][new]`: bytes that one block moves (`kv_moves.moved_block_bytes`). With room to
     spare and no bound on balance (`slack` infinite), each sequence goes where it moves fewest.
+    What fits no replica even alone is evicted whatever its age, and holds up nobody.
     """
     ordered = sorted(live, key=lambda one: (one.arrival, one.seq_id))
     longest = max((room.max_context for room in rooms), default=0)
     unfit = tuple(one.seq_id for one in ordered if one.context > longest)
-    fitting = [one for one in ordered if one.context <= longest]
-    low, best = len(fitting), _place(fitting, costs, rooms, slack)
+    able = [one for one in ordered if any(_fits(one, room) for room in rooms)]
+    low, best = len(able), _place(able, costs, rooms, slack)
     if best is None:
-        low, high, best = 0, len(fitting), {}
+        low, high, best = 0, len(able), {}
         while high - low > 1:
             middle = (low + high) // 2
-            placed = _place(fitting[:middle], costs, rooms, slack)
+            placed = _place(able[:middle], costs, rooms, slack)
             if placed is None:
                 high = middle
             else:
                 low, best = middle, placed
-    moved = sum(one.blocks * costs[one.replica][best[one.seq_id]] for one in fitting[:low])
-    evicted = tuple(one.seq_id for one in reversed(fitting[low:]))
+    moved = sum(one.blocks * costs[one.replica][best[one.seq_id]] for one in able[:low])
+    evicted = tuple(
+        one.seq_id for one in reversed(ordered) if one.seq_id not in best and one.context <= longest
+    )
     return Routes(best, evicted, unfit, moved)
+
+
+def _fits(one: LiveKv, room: Room) -> bool:
+    """Whether a replica could take it alone."""
+    return one.blocks <= room.blocks and room.sequences > 0 and one.context <= room.max_context
 
 
 @dataclass(slots=True)
