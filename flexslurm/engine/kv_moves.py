@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from flexslurm.engine.ownership import KvBox, ReplicaAt, ShardMap
+from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt, ShardMap
 from flexslurm.engine.reshard import Link
 from flexslurm.messages import PullKv
 
@@ -105,7 +105,25 @@ def kv_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[Lin
     return found
 
 
-def moved_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> int:
-    """Bytes of one block that leave their GPU: the cost of a route."""
-    by_link = kv_block_bytes(shards, old, new)
-    return sum(nbytes for link, nbytes in by_link.items() if link is not Link.HELD)
+def route_costs(
+    shards: ShardMap, old: Sequence[ReplicaAt | None], new: Sequence[ReplicaAt]
+) -> list[list[int]]:
+    """Bytes of one block that leave their GPU, `[old][new]`: what routes are chosen by.
+
+    An old replica that is None (it lost a member) has nothing to move and costs nothing.
+    """
+    whole = shards.block_bytes(Holding(0, shards.info.num_layers, 1, 0))
+    costs = [[whole if one is not None else 0] * len(new) for one in old]
+    homes = {
+        seat.worker: (i, held)
+        for i, one in enumerate(old)
+        if one is not None
+        for seat, held in zip(one.seats, one.holdings, strict=True)
+    }
+    for j, one in enumerate(new):
+        for seat, need in zip(one.seats, one.holdings, strict=True):
+            if seat.worker in homes:
+                i, held = homes[seat.worker]
+                met = shards.kv_box(held).meet(shards.kv_box(need))
+                costs[i][j] -= met.pages * shards.page_bytes if met is not None else 0
+    return costs

@@ -7,6 +7,7 @@ needs room for is computed from these two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -175,6 +176,9 @@ class ShardMap:
     _edges: dict[tuple[bool, bool, int, int], tuple[Piece, ...]] = field(
         default_factory=dict, init=False, repr=False
     )
+    _named: dict[
+        tuple[int | None, tuple[bool, bool] | None, int, int], Mapping[str, tuple[Piece, ...]]
+    ] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -206,6 +210,18 @@ class ShardMap:
                 self._piece(tensor, layer, held) for tensor in layer_tensors(self.info)
             )
         return self._by_layer[key]
+
+    def named_pieces(self, layer: int | None, held: Holding) -> Mapping[str, tuple[Piece, ...]]:
+        """The rank's pieces of one layer, or of the edges, by tensor."""
+        edges = (held.lo == 0, held.hi == self.info.num_layers) if layer is None else None
+        key = (layer, edges, held.tp, held.tp_rank)
+        if key not in self._named:
+            pieces = self.edge_pieces(held) if layer is None else self.layer_pieces(layer, held)
+            named: dict[str, tuple[Piece, ...]] = {}
+            for piece in pieces:
+                named[piece.tensor] = (*named.get(piece.tensor, ()), piece)
+            self._named[key] = named
+        return self._named[key]
 
     def edge_pieces(self, held: Holding) -> tuple[Piece, ...]:
         """What is before the first layer and after the last one, where the rank has them."""

@@ -7,10 +7,11 @@ are found in turn, each the best for the other, until no more bytes are saved.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from flexslurm.engine.kv_moves import moved_block_bytes
+from flexslurm.engine.kv_moves import route_costs
 from flexslurm.engine.ownership import Holding, ReplicaAt, Seat, ShardMap
 from flexslurm.engine.reshard import kept_weight_bytes
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
@@ -25,6 +26,10 @@ from flexslurm.planner.placement import (
     replica_slots,
     whole_replicas,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _MOST_ROUNDS = 6
 
@@ -53,14 +58,20 @@ class Keeps:
 
     def kept(self, flows: Flows) -> Kept:
         """For `place`: what is kept if KV flows like this."""
+        import numpy as np
 
-        def bytes_of(slot: Slot, ref: GpuRef) -> int:
-            before = self._at.get(ref)
-            if before is None:
-                return 0
-            need, held = _holding(self._gear, slot), _holding(self._current.gear, before)
-            blocks = flows[slot.replica][before.replica] if flows else 0
-            return self.weights(need, held) + int(blocks * self.block(need, held))
+        blocks = np.array(flows, dtype=np.float64)
+
+        def bytes_of(slots: Sequence[Slot], refs: Sequence[GpuRef]) -> npt.NDArray[np.float64]:
+            before = [self._at[ref] for ref in refs]
+            needs, need_of = _kinds([_holding(self._gear, slot) for slot in slots])
+            helds, held_of = _kinds([_holding(self._current.gear, slot) for slot in before])
+            weights = np.array([[self.weights(n, h) for h in helds] for n in needs], dtype=float)
+            pages = np.array([[self.block(n, h) for h in helds] for n in needs], dtype=float)
+            flow = blocks[[slot.replica for slot in slots]][:, [slot.replica for slot in before]]
+            pairs = np.ix_(need_of, held_of)
+            found: npt.NDArray[np.float64] = np.floor(weights[pairs] + flow * pages[pairs])
+            return found
 
         return bytes_of
 
@@ -77,6 +88,13 @@ class Keeps:
             met = self._shards.kv_box(need).meet(self._shards.kv_box(held))
             self._pages[key] = met.pages * self._shards.page_bytes if met else 0
         return self._pages[key]
+
+
+def _kinds(holdings: Sequence[Holding]) -> tuple[list[Holding], list[int]]:
+    """The different ones, and for each its number among them."""
+    known: dict[Holding, int] = {}
+    numbers = [known.setdefault(held, len(known)) for held in holdings]
+    return list(known), numbers
 
 
 def _holding(gear: Gear, slot: Slot) -> Holding:
@@ -210,10 +228,7 @@ def _route(
         return Routes({}, (), (), 0)
     old = [_at(current.gear, number, current.at) for number in range(len(current.gear.replicas))]
     new = [_at(gear, number, placement.slots) for number in range(len(gear.replicas))]
-    costs = [
-        [moved_block_bytes(shards, source, target) if source and target else 0 for target in new]
-        for source in old
-    ]
+    costs = route_costs(shards, old, [one for one in new if one is not None])
     staying = [one for one in live if one.replica in kept.values()]
     found = route_sequences(moving, costs, rooms_of(gear.replicas, kept, staying))
     if before is None or before.placement.kept_replicas != kept:

@@ -10,9 +10,10 @@ owners the one that was asked for least so far is asked next, so that a source i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from zlib import crc32
 
 import msgspec
 
@@ -21,6 +22,9 @@ from flexslurm.messages import WeightHolder
 
 SPLIT_BYTES = 16 << 20
 """Longer ranges that several owners have are asked for in parts."""
+
+MOST_SOURCES = 8
+"""Of those on other nodes that hold the same, no more are asked by one receiver."""
 
 CHECKPOINT = -1
 """The `source` of what is read from the model's files."""
@@ -64,7 +68,7 @@ class _Owner:
     index: int
     worker: str
     link: Link
-    pieces: dict[str, list[Piece]]
+    pieces: Mapping[str, tuple[Piece, ...]]
 
     def range_of(self, need: Piece) -> tuple[int, int]:
         """What it has of the needed range; empty where that is nothing."""
@@ -91,19 +95,43 @@ def weight_moves(
     `holders`: who has weights now, the worker itself included where it does; workers in `gone` are
     never asked. The answer depends on nothing else.
     """
-    chooser, absent = _Chooser(need), frozenset(gone)
+    chooser = _Chooser(worker)
     moves: list[WeightMove] = []
-    owners = [(i, h, Holding.of_holder(h)) for i, h in enumerate(holders) if h.worker not in absent]
+    owners = _worth_asking(holders, worker, node, frozenset(gone))
     for layer in (None, *range(need.lo, need.hi)):
         found = [
-            _Owner(i, h.worker, _distance(h, worker, node), _by_name(shards, layer, held))
-            for i, h, held in owners
+            _Owner(i, holders[i].worker, link, shards.named_pieces(layer, held))
+            for i, link, held in owners
             if _concerns(shards, layer, held)
         ]
         wanted = shards.edge_pieces(need) if layer is None else shards.layer_pieces(layer, need)
         for piece in wanted:
             moves += chooser.moves(piece, found)
     return tuple(moves)
+
+
+def _worth_asking(
+    holders: Sequence[WeightHolder], worker: str, node: str, gone: Collection[str]
+) -> list[tuple[int, Link, Holding]]:
+    """All holders of this GPU and node, and of the others a few of each kind.
+
+    Which few depends on the receiver, so that all are asked by somebody.
+    """
+    near: list[tuple[int, Link, Holding]] = []
+    far: dict[Holding, list[int]] = {}
+    for i, holder in enumerate(holders):
+        if holder.worker in gone:
+            continue
+        link, held = _distance(holder, worker, node), Holding.of_holder(holder)
+        if link is Link.NETWORK:
+            far.setdefault(held, []).append(i)
+        else:
+            near.append((i, link, held))
+    for held, known in far.items():
+        start = crc32(worker.encode()) % len(known)
+        few = (known[start:] + known[:start])[:MOST_SOURCES]
+        near += [(i, Link.NETWORK, held) for i in few]
+    return near
 
 
 def _distance(holder: WeightHolder, worker: str, node: str) -> Link:
@@ -118,21 +146,13 @@ def _concerns(shards: ShardMap, layer: int | None, held: Holding) -> bool:
     return held.lo == 0 or held.hi == shards.info.num_layers
 
 
-def _by_name(shards: ShardMap, layer: int | None, held: Holding) -> dict[str, list[Piece]]:
-    pieces = shards.edge_pieces(held) if layer is None else shards.layer_pieces(layer, held)
-    named: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        named.setdefault(piece.tensor, []).append(piece)
-    return named
-
-
 class _Chooser:
     """Chooses sources for one receiver; remembers how much each was asked for."""
 
-    def __init__(self, need: Holding) -> None:
+    def __init__(self, worker: str) -> None:
         self._asked: dict[str, int] = {}
         # Receivers begin with different sources, so that not all ask the same one first.
-        self._turn = need.lo + need.tp_rank
+        self._turn = crc32(worker.encode())
 
     def moves(self, piece: Piece, owners: Sequence[_Owner]) -> Iterable[WeightMove]:
         own = [owner for owner in owners if owner.link is Link.GPU]
@@ -208,7 +228,7 @@ def kept_weight_bytes(shards: ShardMap, need: Holding, held: Sequence[Holding]) 
     kept = 0
     for layer in (None, *range(need.lo, need.hi)):
         owned = [
-            _Owner(0, "", Link.GPU, _by_name(shards, layer, one))
+            _Owner(0, "", Link.GPU, shards.named_pieces(layer, one))
             for one in held
             if _concerns(shards, layer, one)
         ]

@@ -86,7 +86,7 @@ def route_sequences(
 ) -> Routes:
     """Choose a new replica for each sequence.
 
-    `costs[old][new]`: bytes that one block moves (`kv_moves.moved_block_bytes`). With room to
+    `costs[old][new]`: bytes that one block moves (`kv_moves.route_costs`). With room to
     spare and no bound on balance (`slack` infinite), each sequence goes where it moves fewest.
     What fits no replica even alone is evicted whatever its age, and holds up nobody.
     """

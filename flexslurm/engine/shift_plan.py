@@ -12,7 +12,7 @@ from functools import cached_property
 import msgspec
 
 from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
-from flexslurm.engine.kv_moves import meetings, movable, moved_block_bytes
+from flexslurm.engine.kv_moves import meetings, movable, route_costs
 from flexslurm.engine.memory_plan import MemoryPlan, Verdict, memory_plan
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, bytes_by_link, weight_moves
@@ -158,9 +158,7 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
     able = [movable(replica, facts.gone) for replica in facts.old]
     moving = [one for one in facts.live if one.replica not in stay and able[one.replica]]
     lost = [one for one in facts.live if one.replica not in stay and not able[one.replica]]
-    costs = [
-        [moved_block_bytes(shards, source, target) for target in facts.new] for source in facts.old
-    ]
+    costs = route_costs(shards, facts.old, facts.new)
     rooms = rooms_of([r.replica for r in facts.new], facts.kept, staying)
     routes = route_sequences(moving, costs, rooms)
     slots = tuple(_slot_moves(shards, facts))

@@ -9,12 +9,16 @@ say; this never knows what a layer is.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Replica, Shape, Slot, slots
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class GpuRef(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -53,8 +57,11 @@ class Placement(msgspec.Struct, frozen=True):
     """Replicas that stay as they are where they are: new number → old number."""
 
 
-Kept = Callable[[Slot, GpuRef], int]
-"""Bytes of what a slot needs that a GPU has; asked only for GPUs of the current gear."""
+Kept = Callable[[Sequence[Slot], Sequence[GpuRef]], "npt.NDArray[np.float64]"]
+"""Whole bytes of what each slot needs that each GPU has, `[slots, GPUs]`.
+
+Asked only for GPUs of the current gear.
+"""
 
 At = TypeVar("At", bound=Hashable)
 
@@ -145,12 +152,13 @@ class _Keeper:
         self._shapes = gear.signature.nodes()
         self._node_of: dict[int, str] = {}
         self._left = list(range(len(current.gear.replicas)))
+        self._bare = [bare_replica(replica) for replica in current.gear.replicas]
         self.pins: dict[Slot, GpuRef] = {}
 
     def keep(self, number: int) -> None:
-        replica = self._gear.replicas[number]
+        bare = bare_replica(self._gear.replicas[number])
         for old in sorted(self._left, key=lambda old: (old != number, old)):
-            if not same_replica(self._current.gear.replicas[old], replica):
+            if self._bare[old] != bare:
                 continue
             pins = self._pins(number, old)
             if pins is not None:
@@ -203,86 +211,88 @@ class _Problem:
         current: Current | None,
         kept: Kept | None,
     ) -> None:
+        import numpy as np
+
         self._shapes = gear.signature.nodes()
+        self._slots = slots(gear)
+        self._row = {slot: row for row, slot in enumerate(self._slots)}
         self._wanted = sorted(_slots_by_node(gear).items())
         self._nodes = sorted(nodes, key=lambda node: node.node)
-        self._old_slot = {ref: slot for slot, ref in current.at.items()} if current else {}
-        self._kept = kept
+        self._refs = [GpuRef(n.node, gpu) for n in self._nodes for gpu in sorted(n.gpus)]
+        self._column = {ref: column for column, ref in enumerate(self._refs)}
+        self._bytes = np.zeros((len(self._slots), len(self._refs)))
+        self._worth = np.zeros_like(self._bytes)
+        self._held: set[str] = set()
+        if current is not None:
+            self._weigh(current, kept)
+
+    def _weigh(self, current: Current, kept: Kept | None) -> None:
+        """Fill the columns of GPUs that the current gear is on."""
+        import numpy as np
+
+        old = {ref: slot for slot, ref in current.at.items() if ref in self._column}
+        refs, columns = list(old), [self._column[ref] for ref in old]
+        self._held = {ref.node for ref in refs}
+        if kept is not None and refs:
+            self._bytes[:, columns] = kept(self._slots, refs)
         # A byte outweighs all ties together.
-        self._scale = 2 * len(slots(gear)) + 1
-        self._known: dict[tuple[Slot, GpuRef], int] = {}
+        self._worth = self._bytes * (2 * len(self._slots) + 1)
+        mine = np.array([slot.replica for slot in self._slots])
+        for ref, column in zip(refs, columns, strict=True):
+            self._worth[mine == old[ref].replica, column] += 1
+            if old[ref] in self._row:
+                self._worth[self._row[old[ref]], column] += 1
 
     def bytes_of(self, found: Mapping[Slot, GpuRef]) -> int:
-        return sum(self._bytes(slot, ref) for slot, ref in found.items())
+        return int(sum(self._bytes[self._row[s], self._column[r]] for s, r in found.items()))
 
     def solve(self, pins: Mapping[Slot, GpuRef]) -> dict[Slot, GpuRef] | None:
         """The best placement, or None where there is none."""
         import numpy as np
         from scipy.optimize import linear_sum_assignment
 
-        if not self._wanted:
-            return {}
         if len(self._nodes) < len(self._wanted):
             return None
-        # What is barred is worth less than all that could be kept elsewhere.
         worth = np.full((len(self._wanted), len(self._nodes)), -np.inf)
-        inner: dict[tuple[int, int], dict[Slot, GpuRef]] = {}
         owner = {ref.node: slot for slot, ref in pins.items()}
+        inner: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, (index, wanted) in enumerate(self._wanted):
+            rows = [self._row[slot] for slot in wanted]
+            own = {self._row[s]: self._column[pins[s]] for s in wanted if s in pins}
+            at = 0
             for j, node in enumerate(self._nodes):
-                if not _fits(self._shapes[index], node, len(wanted)):
+                columns = range(at, at + len(node.gpus))
+                at = columns.stop
+                if not _fits(self._shapes[index], node, len(wanted)) or (
+                    node.node in owner and owner[node.node] not in wanted
+                ):
                     continue
-                if node.node in owner and owner[node.node] not in wanted:
+                if any(column not in columns for column in own.values()):
                     continue
-                found = self._inner(wanted, node, pins)
-                if found is not None:
-                    inner[i, j] = found
-                    worth[i, j] = sum(self._worth(slot, ref) for slot, ref in found.items())
+                inner[i, j] = self._inner(rows, columns, own, node.node in self._held)
+                worth[i, j] = sum(self._worth[pair] for pair in inner[i, j])
         try:
-            rows, columns = linear_sum_assignment(worth, maximize=True)
+            found = zip(*linear_sum_assignment(worth, maximize=True), strict=True)
         except ValueError:  # every assignment uses a pair that is barred
             return None
         return {
-            slot: ref
-            for i, j in zip(rows, columns, strict=True)
-            for slot, ref in inner[int(i), int(j)].items()
+            self._slots[row]: self._refs[column]
+            for i, j in found
+            for row, column in inner[int(i), int(j)]
         }
 
     def _inner(
-        self, wanted: Sequence[Slot], node: PhysicalNode, pins: Mapping[Slot, GpuRef]
-    ) -> dict[Slot, GpuRef] | None:
-        """The best GPUs of one node for the slots of one abstract node."""
-        import numpy as np
+        self, rows: Sequence[int], columns: Sequence[int], pins: Mapping[int, int], held: bool
+    ) -> list[tuple[int, int]]:
+        """The best GPUs of one node for the slots of one abstract node: `(row, column)` each."""
         from scipy.optimize import linear_sum_assignment
 
-        found = {slot: pins[slot] for slot in wanted if slot in pins}
-        if any(ref.node != node.node for ref in found.values()):
-            return None
-        taken = set(found.values())
-        refs = [ref for gpu in sorted(node.gpus) if (ref := GpuRef(node.node, gpu)) not in taken]
-        rest = [slot for slot in wanted if slot not in found]
-        if len(rest) == 1:
-            best = max(refs, key=lambda ref: self._worth(rest[0], ref))
-            return found | {rest[0]: best}
-        if rest and not any(ref in self._old_slot for ref in refs):
-            return found | dict(zip(rest, refs, strict=False))
-        if rest:
-            worth = np.array([[self._worth(slot, ref) for ref in refs] for slot in rest])
-            rows, columns = linear_sum_assignment(worth, maximize=True)
-            found |= {rest[r]: refs[c] for r, c in zip(rows, columns, strict=True)}
-        return found
-
-    def _bytes(self, slot: Slot, ref: GpuRef) -> int:
-        if self._kept is None or ref not in self._old_slot:
-            return 0
-        key = (slot, ref)
-        if key not in self._known:
-            self._known[key] = self._kept(slot, ref)
-        return self._known[key]
-
-    def _worth(self, slot: Slot, ref: GpuRef) -> float:
-        old = self._old_slot.get(ref)
-        if old is None:
-            return 0.0
-        tie = 2 if old == slot else 1 if old.replica == slot.replica else 0
-        return float(self._bytes(slot, ref) * self._scale + tie)
+        taken = set(pins.values())
+        free = [column for column in columns if column not in taken]
+        rest = [row for row in rows if row not in pins]
+        found = list(pins.items())
+        if not held or not rest:
+            return found + list(zip(rest, free, strict=False))
+        block = self._worth[rest][:, free]
+        chosen = zip(*linear_sum_assignment(block, maximize=True), strict=True)
+        return found + [(rest[i], free[j]) for i, j in chosen]
