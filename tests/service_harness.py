@@ -167,13 +167,18 @@ def _take(ask: Ask, chunk: dict[str, Any]) -> None:
 
 @contextmanager
 def running(
-    home: Path, service: dict[str, Any], site: dict[str, Any], timeout_s: float = 90.0
+    home: Path,
+    service: dict[str, Any],
+    site: dict[str, Any],
+    timeout_s: float = 90.0,
+    *,
+    cluster: str = "local",
 ) -> Iterator[RunningService]:
-    """Launch a local service, and end it whatever happens."""
+    """Launch a service, and end it whatever happens; on Slurm, the head is a job too."""
     made = parse_section(Service, yaml.safe_dump(service), "service.yaml")
     place = parse_section(Site, yaml.safe_dump(site), "site.yaml")
     directory = ServiceDir(home / "service")
-    plan = launching.plan_launch(made, place, directory, "local", True)
+    plan = launching.plan_launch(made, place, directory, cluster, cluster == "local")
     said: list[str] = []
     token = os.environ[leaks.TOKEN_VARIABLE]
     before = leaks.take(token)
@@ -251,3 +256,19 @@ def some_asks(count: int, max_tokens: int, seed: int = 0) -> list[Ask]:
         sampling = {} if i % 2 == 0 else {"temperature": 0.9, "seed": 100 + i}
         made.append(Ask(prompt, max_tokens, sampling))
     return made
+
+
+def check(asks: list[Ask], expected: list[list[int]]) -> None:
+    assert [ask.error for ask in asks] == [""] * len(asks)
+    assert [ask.finish for ask in asks] == ["length"] * len(asks)
+    assert [ask.tokens for ask in asks] == expected
+
+
+def in_the_middle(asks: list[Ask]) -> None:
+    """Wait until every stream has some tokens and none is done."""
+    deadline = time.monotonic() + 60
+    while not all(len(ask.tokens) >= 3 for ask in asks):
+        assert time.monotonic() < deadline, [len(ask.tokens) for ask in asks]
+        assert not any(ask.error for ask in asks), asks
+        time.sleep(0.01)
+    assert all(ask.finish is None for ask in asks), "the streams were too short to be disturbed"

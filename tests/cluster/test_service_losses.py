@@ -12,9 +12,10 @@ import pytest
 from flexslurm.cli import launch as launching
 from flexslurm.messages import StatusAnswer
 from tests.service_harness import (
-    Ask,
     RunningService,
+    check,
     finish,
+    in_the_middle,
     oracle,
     running,
     some_asks,
@@ -55,24 +56,6 @@ def serves_all(status: StatusAnswer) -> bool:
     return (
         status.state == "serving" and status.gear is not None and str(status.gear.signature) == FULL
     )
-
-
-def check(asks: list[Ask], expected: list[list[int]]) -> None:
-    assert [ask.error for ask in asks] == [""] * len(asks)
-    assert [ask.finish for ask in asks] == ["length"] * len(asks)
-    assert [ask.tokens for ask in asks] == expected
-
-
-def in_the_middle(asks: list[Ask]) -> None:
-    """Wait until every stream has some tokens and none is done."""
-    import time
-
-    deadline = time.monotonic() + 60
-    while not all(len(ask.tokens) >= 3 for ask in asks):
-        assert time.monotonic() < deadline, [len(ask.tokens) for ask in asks]
-        assert not any(ask.error for ask in asks), asks
-        time.sleep(0.01)
-    assert all(ask.finish is None for ask in asks), "the streams were too short to be disturbed"
 
 
 def test_undisturbed_streams_have_the_tokens_of_transformers(
