@@ -72,13 +72,24 @@ def control_settings(service: Service, site: Site, head: str) -> ControlSettings
             close_timeout_s=3.0,
             install_timeout_s=serving.install_timeout,
         ),
-        policy=PolicySettings(
-            min_action_gap_s=service.decisions.min_action_gap_sec,
-            migration_benefit_ratio=service.decisions.migration_benefit_ratio,
-        ),
+        policy=policy_settings(service),
         gpu_types=frozenset(site.gpu_types),
         beat_s=serving.heartbeat,
         lost_s=serving.lost_after,
+    )
+
+
+def policy_settings(service: Service) -> PolicySettings:
+    """When gears are left and which may be taken, from the service file."""
+    decisions, plans = service.decisions, service.scheduling
+    return PolicySettings(
+        min_action_gap_s=decisions.min_action_gap_sec,
+        migration_benefit_ratio=decisions.migration_benefit_ratio,
+        eviction_risk_weight=decisions.eviction_risk_weight,
+        plans=None if plans.plans is None else tuple(plans.plans),
+        default_plan=plans.default_plan,
+        fallback_plan=plans.fallback_plan,
+        window_s=60 * service.profiling.window_minutes,
     )
 
 
