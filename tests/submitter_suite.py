@@ -26,8 +26,12 @@ def note(what):
             "restarts": os.environ.get("SLURM_RESTART_COUNT"), "env": os.environ.get("GREETING")}
     with open(log, "a") as file:
         file.write(json.dumps(line) + "\\n")
+def hear(got, frame):
+    note(signal.Signals(got).name)
+    if got == signal.SIGTERM and code == "leave":
+        os._exit(0)
 for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1):
-    signal.signal(number, lambda got, frame: note(signal.Signals(got).name))
+    signal.signal(number, hear)
 note("start")
 print("hello from", os.environ.get("SLURMD_NODENAME"), flush=True)
 if code in ("child", "orphan"):
@@ -37,7 +41,7 @@ if code in ("child", "orphan"):
             note(code)
             time.sleep(600)
         os._exit(0)
-elif code != "stay":
+elif code not in ("stay", "leave"):
     sys.exit(int(code))
 while True:
     time.sleep(0.05)
@@ -98,7 +102,7 @@ class SubmitterSuite:
         self, submitter: Submitter, tmp_path: Path
     ) -> None:
         diary = Diary(tmp_path / "diary")
-        job_id = submitter.submit(self.spec(tmp_path, nodes=2))
+        job_id = submitter.submit(self.spec(tmp_path, "leave", nodes=2))
         wait(lambda: len(diary.of("start")) == 2, self.start_s, "both tasks start")
         info = self.state(submitter, job_id)
         assert info.state is JobState.RUNNING and info.name == "p-0" and info.restarts == 0

@@ -25,6 +25,9 @@ from flexslurm.slurm.script import HeadSpec, PilotSpec, log_pattern
 
 # How `scontrol show job -d` prints what a job holds on some of its nodes.
 _HELD = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
+_IDENTITY = re.compile(
+    r"^SLURM_(HET_SIZE|(JOB_ID|JOB_NODELIST|JOB_CPUS_PER_NODE)(_HET_GROUP_\d+)?)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class AllocationSubmitter:
         self.job_id = environ.get("SLURM_JOB_ID", "")
         self._environ = environ
         self._client = SlurmClient(site.slurm, environ=environ)
+        self._identity = {k: v for k, v in environ.items() if _IDENTITY.match(k)}
         self._nodes: list[AllocatedNode] | None = None
         srun_env = {k: environ[k] for k in ("SLURM_CONF",) if k in environ}
         self._steps = LocalSubmitter(
@@ -160,8 +164,8 @@ class AllocationSubmitter:
         return [Fragment(gpu_type=t, gpus=g, count=count) for (t, g), count in counts]
 
     def submit(self, spec: PilotSpec | HeadSpec) -> str:
-        if isinstance(spec, HeadSpec):
-            return self._steps.submit(spec)
+        if isinstance(spec, HeadSpec):  # it asks about this job too
+            return self._steps.submit(replace(spec, env={**spec.env, **self._identity}))
         node = self._free_node(spec)
         command = step_command(node, spec, self.site, self.job_id)
         return self._steps.submit(replace(spec, command=command), place=node.name)

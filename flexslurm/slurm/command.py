@@ -61,7 +61,6 @@ def clean_env(conf: str | None = None, environ: Mapping[str, str] | None = None)
     """
     source = os.environ if environ is None else environ
     env = {k: v for k, v in source.items() if k in _KEPT or not _INHERITED.match(k)}
-    env["LC_ALL"] = "C.UTF-8"
     if conf is not None:
         env["SLURM_CONF"] = conf
     return env

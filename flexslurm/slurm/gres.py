@@ -125,9 +125,3 @@ def gpus_of(entries: list[Gres]) -> dict[str | None, int]:
         if entry.whole_gpus:
             total[entry.type] = total.get(entry.type, 0) + entry.whole_gpus
     return total
-
-
-def check_request(text: str) -> str:
-    """A GRES as a user wrote it for sbatch; raises SlurmError with the right form for typos."""
-    parse_gres(text)
-    return text

@@ -61,7 +61,9 @@ class SandboxConfig(Section):
     gpu_types: dict[str, SandboxGpu] = Field(default_factory=dict)
     head_partition: str | None = Field(None, description="Where the head runs; never preempted.")
     kill_wait: Seconds = Field(5.0, ge=1, description="From SIGTERM to SIGKILL.")
-    requeue_delay: Seconds = Field(5.0, ge=1, description="A requeued job waits at least this.")
+    requeue_delay: Seconds = Field(
+        5.0, ge=5, description="A requeued job waits at least this; Slurm takes no less than 5 s."
+    )
     min_job_age: Seconds = Field(600.0, ge=2, description="Ended jobs stay visible this long.")
     slurmd_timeout: Seconds = Field(60.0, ge=10, description="Silence that makes a node DOWN.")
     slurm_conf: list[str] = Field(default_factory=list, description="Further slurm.conf lines.")

@@ -154,7 +154,7 @@ def _partition_line(config: SandboxConfig, name: str) -> str:
 
 
 def gres_conf(config: SandboxConfig, layout: Layout) -> str:
-    """gres.conf; plain files stand for devices, which needs no right to make device nodes."""
+    """gres.conf; links to the null device stand for GPUs: making device nodes needs rights."""
     lines = [
         f"NodeName={node} Name=gpu Type={nodes.gpu_type} "
         f"File={layout.device(node, 0).parent}/gpu[0-{nodes.gpus - 1}]"

@@ -36,7 +36,8 @@ try:
     submitter.submit(spec("p-4", "a100", 2))
 except CapacityError as error:
     say["refused"] = error.message
-head = submitter.submit(HeadSpec("head", ("sleep", "3"), where / "logs", {}))
+ask = f"echo $SLURM_JOB_ID $SLURM_HET_SIZE $SLURM_MEM_PER_CPU > {where}/head; sleep 3"
+head = submitter.submit(HeadSpec("head", ("sh", "-c", ask), where / "logs", {}))
 (where / "said.json.part").write_text(json.dumps(say))
 (where / "said.json.part").rename(where / "said.json")
 info = submitter.wait(head, every_s=0.1)
@@ -79,6 +80,7 @@ def test_pilots_in_a_heterogeneous_job(
     wait(lambda: (tmp_path / "end.json").exists(), 30, "the batch step ends")
     end = json.loads((tmp_path / "end.json").read_text())
     assert end["head"] == "COMPLETED" and set(end["states"].values()) == {"RUNNING"}
+    assert (tmp_path / "head").read_text() == f"{job_id} 2\n"
     assert end["ends"] == ["CANCELLED"] * 3
 
 

@@ -169,7 +169,10 @@ def test_two_at_once(boxes: Callable[[str], Sandbox]) -> None:
     assert two.status().up and two.run(["srun", "true"]) == 0
 
 
-@pytest.mark.parametrize("after_s", [0.02, 0.15, 0.4, 0.8])
+@pytest.mark.parametrize(
+    "after_s",
+    [0.15, 0.4, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.02, 0.08, 0.25, 0.8))],
+)
 def test_a_crash_of_up_is_cleared(after_s: float, box: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(SMALL)
     code = (

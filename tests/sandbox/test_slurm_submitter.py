@@ -33,6 +33,7 @@ class TestSlurm(SubmitterSuite):
     end_s = 40.0
     stray = "child"  # without cgroups Slurm loses sight of an orphan
 
+    @pytest.mark.slow
     def test_a_preempted_pilot_is_told_at_once_and_comes_back_by_itself(
         self, submitter: SlurmSubmitter, tmp_path: Path
     ) -> None:
@@ -69,7 +70,7 @@ class TestSlurm(SubmitterSuite):
 
     def test_the_head_is_the_batch_step(self, submitter: SlurmSubmitter, tmp_path: Path) -> None:
         diary = Diary(tmp_path / "diary")
-        command = self.spec(tmp_path).command
+        command = self.spec(tmp_path, "leave").command
         job_id = submitter.submit(HeadSpec("h", command, tmp_path / "logs", {"GREETING": "x"}))
         wait(lambda: diary.of("start"), self.start_s, "the head starts")
         info = self.state(submitter, job_id)
