@@ -225,11 +225,11 @@ def _for_gain(seen: Observation, current: Gear, settings: PolicySettings) -> Dec
             seen, settings, default[0], f"{default[0].gear.name} is the default plan and fits"
         )
     horizon = _horizon(seen.outlook, settings)
-    new_gpus = [o for o in usual if o.gear.signature != current.signature]
+    new_gpus = [o for o in usual if not current.signature.covers(o.gear.signature)]
     decision = _for_new_gpus(seen, current, settings, new_gpus, horizon) if new_gpus else None
     if decision is not None and decision.gear is not None:
         return decision
-    same = [o for o in usual if o.gear.signature == current.signature]
+    same = [o for o in usual if current.signature.covers(o.gear.signature)]
     if not same:
         assert decision is not None
         return decision

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 from zlib import crc32
 
 import msgspec
@@ -28,6 +29,9 @@ MOST_SOURCES = 8
 
 CHECKPOINT = -1
 """The `source` of what is read from the model's files."""
+
+
+T = TypeVar("T")
 
 
 class Link(StrEnum):
@@ -95,7 +99,7 @@ def weight_moves(
     `holders`: who has weights now, the worker itself included where it does; workers in `gone` are
     never asked. The answer depends on nothing else.
     """
-    chooser = _Chooser(worker)
+    chooser = _Chooser()
     moves: list[WeightMove] = []
     owners = _worth_asking(holders, worker, node, frozenset(gone))
     for layer in (None, *range(need.lo, need.hi)):
@@ -127,11 +131,17 @@ def _worth_asking(
             far.setdefault(held, []).append(i)
         else:
             near.append((i, link, held))
+    turn = crc32(worker.encode())
+    found = _turned(near, turn)
     for held, known in far.items():
-        start = crc32(worker.encode()) % len(known)
-        few = (known[start:] + known[:start])[:MOST_SOURCES]
-        near += [(i, Link.NETWORK, held) for i in few]
-    return near
+        found += [(i, Link.NETWORK, held) for i in _turned(known, turn)[:MOST_SOURCES]]
+    return found
+
+
+def _turned(items: list[T], turn: int) -> list[T]:
+    """The same from another start: receivers begin with different sources."""
+    start = turn % len(items) if items else 0
+    return items[start:] + items[:start]
 
 
 def _distance(holder: WeightHolder, worker: str, node: str) -> Link:
@@ -149,10 +159,8 @@ def _concerns(shards: ShardMap, layer: int | None, held: Holding) -> bool:
 class _Chooser:
     """Chooses sources for one receiver; remembers how much each was asked for."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self) -> None:
         self._asked: dict[str, int] = {}
-        # Receivers begin with different sources, so that not all ask the same one first.
-        self._turn = crc32(worker.encode())
 
     def moves(self, piece: Piece, owners: Sequence[_Owner]) -> Iterable[WeightMove]:
         own = [owner for owner in owners if owner.link is Link.GPU]
@@ -200,7 +208,7 @@ class _Chooser:
         at: tuple[int, int, _Owner] | None = None
         for start in range(lo, hi, step):
             stop = min(start + step, hi)
-            owner = self._least(owners)
+            owner = min(owners, key=lambda owner: self._asked.get(owner.worker, 0))
             asked = self._asked.get(owner.worker, 0)
             self._asked[owner.worker] = asked + (stop - start) * piece.unit_bytes
             if at is not None and at[2] is owner:
@@ -211,11 +219,6 @@ class _Chooser:
             at = (start, stop, owner)
         if at is not None:
             yield at
-
-    def _least(self, owners: Sequence[_Owner]) -> _Owner:
-        count = len(owners)
-        order = (owners[(i + self._turn) % count] for i in range(count))
-        return min(order, key=lambda owner: self._asked.get(owner.worker, 0))
 
 
 def _move(piece: Piece, lo: int, hi: int, link: Link, source: int) -> WeightMove:

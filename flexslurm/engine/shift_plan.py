@@ -6,7 +6,7 @@ The head acts on the parts; `flexslurm shift --dry-run` prints the whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -19,6 +19,10 @@ from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, bytes_by_link
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
 from flexslurm.gear import Slot
 from flexslurm.messages import WeightHolder
+from flexslurm.planner.topology import Topology
+
+BESIDE_SHARE = 0.85
+"""Of its throughput, what the old gear keeps at least while transfers run beside it."""
 
 
 class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +36,20 @@ class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
     """Of node and network links, while the old gear serves."""
     limit: float | None = None
     """Absolute bound of what one source sends, where the service sets one."""
+
+    @classmethod
+    def of(
+        cls, topology: Topology, gpu_types: Iterable[str], limit_mbps: float | None = None
+    ) -> LinkRates:
+        """A site's links; where GPUs of several types take part, the slowest of each kind."""
+        gpus = [topology.gpu(name) for name in sorted(set(gpu_types))]
+        return cls(
+            gpu=min(gpu.memory_bandwidth for gpu in gpus) / 2,
+            node=min(gpu.link.bandwidth for gpu in gpus),
+            network=topology.node_link.bandwidth,
+            checkpoint=min(gpu.storage_bandwidth for gpu in gpus),
+            limit=None if limit_mbps is None else limit_mbps * 1e6,
+        )
 
     def rate(self, link: Link, *, paced: bool = True) -> float:
         """Bytes per second; `paced`: beside the serving gear."""
@@ -114,6 +132,14 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         """Bytes by link, of `weights` and of `kv`."""
         return {"weights": _totals(self.weights), "kv": _totals(self.kv)}
 
+    @property
+    def served_share(self) -> float:
+        """Of the throughput before, what the shift leaves of it on average while it lasts."""
+        whole = self.transfer_s + self.pause_s
+        if self.memory.verdict is Verdict.STOP or whole <= 0:
+            return 0.0
+        return BESIDE_SHARE * self.transfer_s / whole
+
     def lines(self) -> tuple[str, ...]:
         """The plan in words, for people."""
         kept = ", ".join(f"{old} → {new}" for new, old in sorted(self.kept.items()))
@@ -129,6 +155,10 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
             f"sequences: {len(self.staying)} stay, {moving} move, {lost} are recomputed, "
             f"{len(self.routes.evicted)} are evicted, {len(self.routes.unfit)} are too long"
         )
+        if self.scheduled:
+            words = ", ".join(f"{one.seq_id} ({one.blocks})" for one in self.scheduled[:8])
+            more = ", …" if len(self.scheduled) > 8 else ""
+            found.append(f"before the notice ends, by blocks that make it: {words}{more}")
         found.append(f"estimated: {self.transfer_s:.2f} s of transfer, {self.pause_s:.3f} s pause")
         return tuple(found)
 

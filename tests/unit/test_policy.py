@@ -203,6 +203,15 @@ def test_two_windows_must_agree() -> None:
     assert decide(seen(now, other, windows=(heavy, heavy), options=options), SETTINGS).gear == third
 
 
+def test_a_plan_for_fewer_gpus_than_are_used_is_no_new_gpus() -> None:
+    """It must show in two windows, like all that comes of the load."""
+    now, fewer = gear("now", 100.0, nodes=3), gear("fewer", 200.0, nodes=2)
+    heavy = window(95.0, waiting=8)
+    options = (Option(fewer),)
+    assert decide(seen(now, now, options=options, windows=(heavy,)), SETTINGS).gear is None
+    assert decide(seen(now, now, options=options, windows=(heavy, heavy)), SETTINGS).gear == fewer
+
+
 def test_estimates_are_corrected_by_what_was_measured() -> None:
     now, other = gear("now", 100.0), gear("other", 200.0)
     heavy = window(95.0, waiting=8)

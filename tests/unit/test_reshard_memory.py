@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
 from flexslurm.engine.reshard import Link
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, plan_shift, size
+from flexslurm.planner.topology import Topology
 from tests.reshard_cases import BLOCK_TOKENS, CONFIGS, LAYERS, at, replica, shard_map
 
 
@@ -220,6 +222,45 @@ def test_with_a_deadline_the_longest_sequence_goes_first() -> None:
     seconds = (half + 5 * block) / 600.0
     plan = plan_shift(shards, facts(leaving_s={"a/1": seconds + 1e-6}))
     assert [(one.seq_id, one.blocks) for one in plan.scheduled] == [("x", 4), ("y", 1)]
+
+
+def test_the_rates_of_a_site_are_those_of_its_slowest_gpus() -> None:
+    topology = Topology.from_catalogue(("a100-80", "l4"))
+    rates = LinkRates.of(topology, ["a100-80", "l4", "l4"], limit_mbps=250)
+    slow = topology.gpu("l4")
+    assert rates.rate(Link.CHECKPOINT) == slow.storage_bandwidth
+    assert rates.node == slow.link.bandwidth
+    assert rates.rate(Link.NETWORK) == 250e6
+    free = LinkRates.of(topology, ["a100-80"])
+    assert free.rate(Link.NETWORK) == pytest.approx(0.6 * topology.node_link.bandwidth)
+    assert free.rate(Link.NETWORK, paced=False) == topology.node_link.bandwidth
+
+
+def test_receivers_do_not_crowd_on_one_source() -> None:
+    """Two holders of everything, eight receivers of everything: each sends half."""
+    shards = shard_map()
+    whole = replica((1, 0, 6))
+    old = tuple(at(1, i, whole, [f"o{i}/0"]) for i in range(2))
+    new = tuple(at(2, i, whole, [f"n{i}/0"]) for i in range(8))
+    workers = [f"o{i}/0" for i in range(2)] + [f"n{i}/0" for i in range(8)]
+    plan = plan_shift(
+        shards, facts(old=old, new=new, live=(), arenas=dict.fromkeys(workers, 1 << 30))
+    )
+    sent = Counter[str]()
+    for flow in plan.weights:
+        sent[flow.source] += flow.nbytes
+    assert set(sent) == {"o0/0", "o1/0"}
+    assert max(sent.values()) <= 1.1 * min(sent.values())
+
+
+def test_while_a_gear_serves_beside_most_of_its_throughput_is_left() -> None:
+    shards = shard_map()
+    beside = plan_shift(shards, facts())
+    assert 0.5 < beside.served_share <= 0.85
+    tight = plan_shift(shards, facts(arenas=dict.fromkeys(["a/0", "a/1", "b/0"], 1000)))
+    assert tight.served_share == 0.0
+    assert tight.pause_s > beside.pause_s
+    assert any("serving stops" in line for line in tight.lines())
 
 
 def test_a_shift_that_only_adds_a_replica_moves_no_kv() -> None:
