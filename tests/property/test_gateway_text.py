@@ -128,6 +128,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
     text=st.text(LETTERS, max_size=60),
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
 )
+@example(text="aab", stops=["b", "ab"])
 def test_the_matcher_finds_what_a_plain_search_finds(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     match = matcher.feed(text)

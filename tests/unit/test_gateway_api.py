@@ -9,10 +9,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateway_fakes import MODEL, FakeGenerator, gateway, in_loop, says, small_text
+from gateway_fakes import (
+    MODEL,
+    FakeGenerator,
+    gateway,
+    in_loop,
+    metaspace_tokenizer,
+    says,
+    small_text,
+)
 
 from flexslurm.errors import NotServing, Overloaded
 from flexslurm.gateway.card import Bounds
+from flexslurm.gateway.chat_template import ChatTemplate
+from flexslurm.gateway.text import TextModel
 
 USER = [{"role": "user", "content": "hi"}]
 SAID = "a stream of naïve text, 🎉 to the END of it"
@@ -111,10 +121,12 @@ async def test_n_choices_have_their_own_seeds_and_indices() -> None:
             seed=-1,
             stream=True,
         )
-        texts = ["", "", ""]
+        texts, roles = ["", "", ""], []
         async for chunk in stream:
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
+                roles += [choice.index] if choice.delta.role else []
+        assert sorted(roles) == [0, 1, 2]
         assert texts == [f"seed {2**63 - 1}", "seed 0", "seed 1"]
         g.generator.requests.clear()
         await g.client.completions.create(model=MODEL, prompt="go", n=4)
@@ -164,6 +176,32 @@ async def test_completion_logprobs_are_parallel_lists() -> None:
             assert chunk.choices[0].logprobs is not None
             offsets += chunk.choices[0].logprobs.text_offset or []
         assert offsets == found.text_offset
+
+
+@in_loop
+async def test_a_completion_continues_the_prompt_and_a_chat_answer_stands_alone() -> None:
+    """A tokenizer whose first token's space is not part of a text by itself."""
+    tokenizer = metaspace_tokenizer()
+    text = TextModel(
+        tokenizer,
+        eos_ids=(tokenizer.token_to_id("</s>"),),
+        chat_template=ChatTemplate(
+            {"default": "{% for m in messages %}{{ m.content }}{% endfor %}"}, {}
+        ),
+    )
+    async with gateway(FakeGenerator(says("the a", model=text)), text=text) as g:
+        done = await g.client.completions.create(model=MODEL, prompt="the", echo=True)
+        assert done.choices[0].text == "the the a"
+        messages: Any = [{"role": "user", "content": "go"}]
+        chat = await g.client.chat.completions.create(model=MODEL, messages=messages)
+        assert chat.choices[0].message.content == "the a"
+        messages.append({"role": "assistant", "content": "the"})
+        continued = await g.client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            extra_body={"continue_final_message": True, "add_generation_prompt": False},
+        )
+        assert continued.choices[0].message.content == " the a"
 
 
 # -------------------------------------------------------------------------------------- chat
@@ -559,7 +597,7 @@ async def test_health_answers_head_and_the_schema_is_there() -> None:
 @in_loop
 async def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it() -> None:
     async with gateway(FakeGenerator(says("x"))) as g, httpx.AsyncClient() as http:
-        text = "stream " * 200_000
+        text = "stream " * 5_000
         fewest = small_text().fewest_tokens(text)
         assert 256 < fewest <= len(small_text().encode(text, add_special_tokens=False))
         answer = await http.post(g.url + COMPLETION, json={"prompt": text})

@@ -185,6 +185,16 @@ async def test_a_bug_is_an_error_answer_without_its_story(
     assert any("KeyError" in str(r.exc_info) for r in caplog.records if r.exc_info)
 
 
+@in_loop
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes() -> None:
+    async with gateway(FakeGenerator(says("x")), bounds=Bounds(body_bytes=1000)) as g:
+        reader, writer = await asyncio.open_connection("127.0.0.1", g.server.port)
+        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n".encode())
+        assert b" 413 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+
 # -------------------------------------------------------------------------------------- silence
 
 
