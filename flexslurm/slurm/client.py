@@ -89,7 +89,10 @@ class SlurmClient:
 
     def _try(self, name: str, *args: str, cwd: Path | None = None) -> Completed:
         argv = self.argv(name, *args)
-        return run(argv, env=self.env, timeout_s=self.settings.command_timeout, cwd=cwd)
+        # Times are read as UTC: local ones are ambiguous once a year. Not so for sbatch, whose
+        # environment becomes the job's.
+        env = self.env if name == "sbatch" else self.env | {"TZ": "UTC"}
+        return run(argv, env=env, timeout_s=self.settings.command_timeout, cwd=cwd)
 
     def available(self) -> bool:
         """Whether this machine has Slurm's commands; asks no daemon."""

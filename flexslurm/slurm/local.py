@@ -134,6 +134,9 @@ class LocalSubmitter:
             sys.executable,
             [sys.executable, "-m", "flexslurm.slurm.local_job", str(directory)],
             dict(env), setsid=True,
+            # Blocked from its first moment: a cancel that comes before it is ready waits for it.
+            setsigmask=[signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1],
+            setsigdef=[signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT],
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, str(directory / "keeper.log"), flags, 0o644),
@@ -207,8 +210,11 @@ def _boot() -> str:
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a file at once; for its owner alone, since environments may hold secrets."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data), encoding="utf-8")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(data, file)
     part.replace(path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 
 from flexslurm.errors import SlurmError
 
@@ -52,7 +52,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_time(text: str) -> float | None:
-    """A point in time as Slurm prints it in our time zone, as a Unix time; None for `Unknown`.
+    """A point in time as Slurm prints it under TZ=UTC, as a Unix time; None for `Unknown`.
 
     Never raises: a text that is no time means that Slurm does not tell.
     """
@@ -60,6 +60,6 @@ def parse_time(text: str) -> float | None:
     if not _TIME.match(word):
         return None
     try:
-        return datetime.fromisoformat(word).timestamp()
+        return datetime.fromisoformat(word).replace(tzinfo=UTC).timestamp()
     except (ValueError, OverflowError, OSError):
         return None

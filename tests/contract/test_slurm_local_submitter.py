@@ -68,6 +68,21 @@ class TestLocal(SubmitterSuite):
         submitter.cancel([job_id])
         wait(self.reached(submitter, job_id, JobState.FAILED), 5, "the task is gone")
 
+    def test_a_cancel_that_comes_before_the_start(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        job_id = submitter.submit(self.spec(tmp_path))
+        submitter.cancel([job_id])
+        wait(self.reached(submitter, job_id, JobState.CANCELLED), 5, "it is cancelled")
+
+    def test_its_files_are_its_owners_alone(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        job_id = submitter.submit(self.spec(tmp_path, "0"))
+        wait(lambda: self.state(submitter, job_id).state.over, 10, "it ends")
+        described = tmp_path / "svc" / "jobs" / job_id / "job.json"
+        assert described.stat().st_mode & 0o077 == 0 and "it's $HOME" in described.read_text()
+
     def test_a_command_that_does_not_exist(self, submitter: LocalSubmitter, tmp_path: Path) -> None:
         job_id = submitter.submit(self.spec(tmp_path, command=("/no/such/program",)))
         wait(self.reached(submitter, job_id, JobState.FAILED), 5, "it fails")

@@ -127,6 +127,7 @@ def test_names_cluster_and_environment(commands: Path, client: MakeClient) -> No
     wanted = ["--clusters=tiny", "--parsable", "--comment=hetjob x", "/a b.sh"]
     assert calls(commands, "sbatch.tiny") == [wanted]
     environ = (commands / "sbatch.tiny.env").read_text().split()
+    assert "TZ" not in environ
     assert "SLURM_CONF" in environ and "SLURM_JOB_ID" not in environ
     assert tiny.env["SLURM_CONF"] == "/other" and tiny.available()
 

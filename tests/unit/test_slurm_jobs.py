@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -18,7 +18,7 @@ from flexslurm.slurm.jobs import (
 )
 from flexslurm.slurm.states import JobState
 
-NOW = time.mktime((2026, 11, 29, 12, 0, 0, 0, 0, -1))
+NOW = datetime(2026, 11, 29, 12, tzinfo=UTC).timestamp()
 
 
 def row(**values: str) -> dict[str, str]:
