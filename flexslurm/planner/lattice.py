@@ -72,14 +72,20 @@ class Lattice:
         """The best plan's pipelines."""
         state, chosen = self._state(signature), Counter[Column]()
         while self._best[state] > 0:
-            for column, groups in zip(self.columns, self._needs, strict=True):
-                if column.key + self._after[self._row[groups], state] == self._best[state]:
-                    break
-            else:
-                raise AssertionError("no pipeline explains the best plan")
-            chosen[column] += 1
-            state = self._take(groups, state)
+            step = self._steps.get(state)
+            if step is None:
+                step = self._steps[state] = self._step(state)
+            chosen[self.columns[step[0]]] += 1
+            state = step[1]
         return chosen
+
+    def _step(self, state: int) -> tuple[int, int]:
+        """A pipeline of the state's best plan, the first that is, and the state it leaves."""
+        value = self._keys + self._after[self._rows, state]
+        explains = value == self._best[state]
+        assert explains.any(), "no pipeline explains the best plan"
+        column = int(explains.argmax())
+        return column, self._take(self._needs[column], state)
 
     def _state(self, signature: Signature) -> int:
         nodes = _nodes_by_type(signature)
@@ -105,6 +111,9 @@ class Lattice:
         self._after = np.full((len(self._row), self.size), _NOTHING, dtype=np.int64)
         """By what is to be taken: the best key of what is left then."""
         self._best = self._after[0]
+        self._rows = np.array([self._row[groups] for groups in self._needs], dtype=np.int64)
+        self._keys = np.array([column.key for column in self.columns], dtype=np.int64)
+        self._steps: dict[int, tuple[int, int]] = {}
         for states in np.split(order, borders):
             self._fill_level(states)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from flexslurm.gear import Signature
+from flexslurm.gear import Shape, Signature
 from flexslurm.planner.problem import StageKind
 
 
@@ -47,21 +48,23 @@ def cut(signature: Signature, groups: Counter[StageKind]) -> dict[int, Counter[i
 def _cut_greedily(
     signature: Signature, groups: Counter[StageKind]
 ) -> dict[int, Counter[int]] | None:
-    free = {index: shape.gpus for index, shape in enumerate(signature.nodes())}
-    types = [shape.gpu_type for shape in signature.nodes()]
+    free: dict[tuple[str, int], list[int]] = {}
+    most: dict[str, int] = {}
+    for index, shape in enumerate(signature.nodes()):
+        free.setdefault((shape.gpu_type, shape.gpus), []).append(index)
+        most[shape.gpu_type] = max(most.get(shape.gpu_type, 0), shape.gpus)
     result: dict[int, Counter[int]] = {}
     for kind in sorted(groups, key=lambda kind: (kind.gpu_type, -kind.tp)):
         for _ in range(groups[kind]):
-            fitting = [
-                (free[node] - kind.tp, node)
-                for node in free
-                if types[node] == kind.gpu_type and free[node] >= kind.tp
-            ]
-            if not fitting:
+            for left in range(kind.tp, most.get(kind.gpu_type, 0) + 1):
+                nodes = free.get((kind.gpu_type, left))
+                if nodes:
+                    node = heapq.heappop(nodes)
+                    heapq.heappush(free.setdefault((kind.gpu_type, left - kind.tp), []), node)
+                    result.setdefault(node, Counter())[kind.tp] += 1
+                    break
+            else:
                 return None
-            left, node = min(fitting)
-            free[node] = left
-            result.setdefault(node, Counter())[kind.tp] += 1
     return result
 
 
@@ -115,29 +118,34 @@ def _cut_exactly(signature: Signature, groups: Counter[StageKind]) -> dict[int, 
 
 def seat(signature: Signature, pipelines: Sequence[Sequence[StageKind]]) -> list[tuple[int, ...]]:
     """An abstract node for every stage of every pipeline, neighbours together where they can be."""
-    groups = Counter(kind for stages in pipelines for kind in stages)
-    free = cut(signature, groups)
+    free = cut(signature, Counter(kind for stages in pipelines for kind in stages))
     shapes = signature.nodes()
-    by_kind: dict[StageKind, set[int]] = {}
-    for node, sizes in free.items():
-        for tp in sizes:
-            by_kind.setdefault(StageKind(shapes[node].gpu_type, tp), set()).add(node)
+    waiting: dict[StageKind, list[int]] = {}
+    for node in sorted(free, reverse=True):
+        for tp in free[node]:
+            waiting.setdefault(StageKind(shapes[node].gpu_type, tp), []).append(node)
     seats: list[tuple[int, ...]] = []
     for stages in pipelines:
         mine: list[int] = []
         for kind in stages:
-            node = min(by_kind[kind], key=lambda n: _distance(n, mine, free))
+            near = _near(kind, mine, free, shapes)
+            while near is None and not free[waiting[kind][-1]][kind.tp]:
+                waiting[kind].pop()
+            node = waiting[kind][-1] if near is None else near
             free[node][kind.tp] -= 1
-            if free[node][kind.tp] == 0:
-                by_kind[kind].remove(node)
             mine.append(node)
         seats.append(tuple(mine))
     return seats
 
 
-def _distance(
-    node: int, mine: Sequence[int], free: dict[int, Counter[int]]
-) -> tuple[bool, bool, int, int]:
-    """Beside the stage before, else beside another one, else where least is left over."""
-    left = sum(size * count for size, count in free[node].items())
-    return not mine or node != mine[-1], node not in mine, left, node
+def _near(
+    kind: StageKind,
+    mine: Sequence[int],
+    free: dict[int, Counter[int]],
+    shapes: Sequence[Shape],
+) -> int | None:
+    """A node of the stages before, the last one first, that has a group of this kind left."""
+    for node in reversed(mine):
+        if shapes[node].gpu_type == kind.gpu_type and free[node][kind.tp] > 0:
+            return node
+    return None

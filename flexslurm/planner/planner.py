@@ -6,6 +6,7 @@ signature gets the first tier in which any pipeline fits. Pure: the same inputs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -23,8 +24,10 @@ from flexslurm.planner.problem import Problem, Tier
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
-MAX_DEPTH = 12
+MAX_DEPTH = 8
 """Stages of a pipeline that are looked at, where the weakest GPU type does not need more."""
+MOST_CELLS = 240_000
+"""Multisets that are listed, times stage kinds."""
 GAP = 0.004
 """Plans that are not exact are proved to be within this share of the best."""
 
@@ -64,7 +67,7 @@ class Planner:
         self.pool = pool
         self.problem = Problem(spec, topology, goal, acted)
         self.builder = Builder(self.problem)
-        self._solvers: dict[Tier, _Solver] = {}
+        self._solvers: dict[Tier, Solver] = {}
 
     def plan(self, signature: Signature) -> Gear | NoGear:
         """The best gear of a signature within the pool."""
@@ -81,13 +84,13 @@ class Planner:
                 return choice
         return None
 
-    def solver(self, tier: Tier) -> _Solver:
+    def solver(self, tier: Tier) -> Solver:
         if tier not in self._solvers:
-            self._solvers[tier] = _Solver(self.problem, self.pool, tier)
+            self._solvers[tier] = Solver(self.problem, self.pool, tier)
         return self._solvers[tier]
 
 
-class _Solver:
+class Solver:
     """All plans of one tier.
 
     Where the pool's pipelines can all be listed, plans are exact: by the lattice, or by HiGHS where
@@ -98,9 +101,10 @@ class _Solver:
     def __init__(self, problem: Problem, pool: Signature, tier: Tier) -> None:
         self.problem, self.pool, self.tier = problem, pool, tier
         self.depth = max_depth(problem, pool)
-        found = multisets(problem, pool, self.depth, most_multisets(problem))
+        most = most_multisets(problem, pool)
+        found = multisets(problem, pool, self.depth, most)
         if not found.complete:
-            found = multisets(problem, pool, self.depth, most_multisets(problem) // 8)
+            found = multisets(problem, pool, self.depth, most // 8)
         self.complete = found.complete
         self._columns = {c.need: c for c in columns(problem, found, tier)}
         self._bounds: list[Bound] = []
@@ -128,11 +132,11 @@ class _Solver:
         if self.lattice is not None:
             plan, key = dict(self.lattice.plan(signature)), self.lattice.key(signature)
             return Choice(self.tier, plan, key, key_worth(key))
-        if self.complete:
-            return self._solve(signature, 0.0)
-        if not self._near(signature, self._solve(signature, GAP / 4)):
+        choice = self.solve(signature)
+        if not self.complete and not _near(choice):
             self.generate(signature)
-        return self._solve(signature, GAP / 4)
+            choice = self.solve(signature)
+        return choice
 
     def bound(self, signature: Signature) -> float:
         """No plan of the signature is worth more, as far as prices have proved it."""
@@ -145,18 +149,29 @@ class _Solver:
         self._bounds.append(bound)
         self.__dict__.pop("programme", None)
 
-    def _solve(self, signature: Signature, gap: float) -> Choice:
-        solved = self.programme.solve(signature, gap)
+    def prepare(self) -> None:
+        """Generate what plans of the whole pool and of any two of its GPU types need."""
+        self.generate(self.pool)
+        types = sorted({shape.gpu_type for shape, _ in self.pool.counts})
+        for some in (*itertools.combinations(types, 1), *itertools.combinations(types, 2)):
+            counts = [(s, n) for s, n in self.pool.counts if s.gpu_type in some]
+            if len(counts) < len(self.pool.counts):
+                self.generate(Signature(tuple(counts)))
+
+    def solve(self, signature: Signature) -> Choice:
+        """The best plan of the pipelines known."""
+        solved = self.programme.solve(signature, 0.0 if self.complete else GAP / 4)
         bound = solved.bound_tokens_per_s if self.complete else self.bound(signature)
-        return Choice(self.tier, solved.plan, solved.key, bound)
-
-    def _near(self, signature: Signature, choice: Choice) -> bool:
-        return key_worth(choice.key) >= choice.bound_tokens_per_s * (1 - GAP)
+        return Choice(self.tier, solved.plan, solved.key, max(bound, key_worth(solved.key)))
 
 
-def most_multisets(problem: Problem) -> int:
+def _near(choice: Choice) -> bool:
+    return key_worth(choice.key) >= choice.bound_tokens_per_s * (1 - GAP)
+
+
+def most_multisets(problem: Problem, pool: Signature) -> int:
     """Multisets of stage kinds that are valued one and all; beyond, pipelines are generated."""
-    return 12_000 if problem.uniform else 300
+    return (MOST_CELLS if problem.uniform else 2400) // max(1, len(stage_kinds(problem, pool)))
 
 
 def max_depth(problem: Problem, pool: Signature) -> int:

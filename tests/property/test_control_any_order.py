@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexslurm.control.events import Cordon, EpochBroken, Heard, PilotGone
+from flexslurm.control.events import Cordon, Heard, PilotGone
 from flexslurm.messages import AgentBye, LeaveCancelled, LeaveNotice
 from tests.unit.control_world import World
 
@@ -45,8 +45,8 @@ def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
                 world.take(Heard(agent, LeaveCancelled(incarnation=agent, reason="test")))
             case "kill" if agent and world.control.members.agents[agent].workers.get(0):
                 world.kill_worker(agent)
-            case "broken":
-                world.take(EpochBroken(world.control.epoch, "test"))
+            case "broken" if world.control.current is not None:
+                world.break_replica(min(world.control.current.replicas))
             case "hang" if agent:
                 world.hung |= {
                     w.worker for w in world.control.members.agents[agent].workers.values()

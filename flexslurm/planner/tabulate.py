@@ -1,0 +1,227 @@
+"""Fills a gear table: a plan for every allocation that can be made of the pool's pilots.
+
+Where plans are exact they are read off the lattice. Where pipelines are generated, most plans are
+put together from plans of smaller allocations; as long as that comes near to what prices prove
+to be possible, nothing is solved anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from flexslurm.errors import ConfigError
+from flexslurm.gear import Shape, Signature, Stage
+from flexslurm.planner.build import no_gear
+from flexslurm.planner.columns import Column, key_worth
+from flexslurm.planner.hashing import inputs_hash
+from flexslurm.planner.packing import seat
+from flexslurm.planner.planner import TIERS, Choice, Planner
+from flexslurm.planner.problem import Ints, Tier
+from flexslurm.planner.shifts import ShiftCosts
+from flexslurm.planner.table import Entry, Header, TablePipeline, encode
+
+MOST_ENTRIES = 1_000_000
+TABLE_GAP = 0.005
+"""Composed plans are kept where they are proved to be within this share of the best."""
+Counts = tuple[tuple[Shape, int], ...]
+
+_COMPOSED = 600
+"""Solved plans that others are put together from."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many entries are done, of how many."""
+
+
+class Pilots(msgspec.Struct, frozen=True):
+    """Pilots of one kind: what one holds, and how many there may be."""
+
+    nodes: Signature
+    count: int
+
+
+def pilots_of(pool: Signature) -> tuple[Pilots, ...]:
+    """Every node a pilot of its own."""
+    return tuple(Pilots(Signature(((shape, 1),)), count) for shape, count in pool.counts)
+
+
+def allocations(pilots: Sequence[Pilots]) -> Iterator[tuple[int, ...]]:
+    """How many pilots of each kind there may be, few GPUs first."""
+    weights = [p.nodes.gpus() for p in pilots]
+    every = itertools.product(*(range(p.count + 1) for p in pilots))
+    yield from sorted(every, key=lambda u: (sum(w * n for w, n in zip(weights, u, strict=True)), u))
+
+
+def signature_of(pilots: Sequence[Pilots], counts: Sequence[int]) -> Signature:
+    total: Counter[Shape] = Counter()
+    for pilot, times in zip(pilots, counts, strict=True):
+        for shape, count in pilot.nodes.counts:
+            total[shape] += count * times
+    return Signature(tuple(sorted((shape, n) for shape, n in total.items() if n)))
+
+
+def make_table(
+    planner: Planner, pilots: Sequence[Pilots], progress: Progress = lambda done, total: None
+) -> bytes:
+    """The table of all allocations of these pilots, which the planner's pool must cover."""
+    total = int(np.prod([p.count + 1 for p in pilots], dtype=np.int64))
+    if total > MOST_ENTRIES:
+        raise ConfigError(
+            f"the pool has {total:,} allocations, a table holds at most {MOST_ENTRIES:,}",
+            hint="plan in larger pilots, or for fewer of them",
+        )
+    filler = _Filler(planner, pilots)
+    for done, counts in enumerate(allocations(pilots), start=1):
+        filler.add(counts)
+        if done % 256 == 0 or done == total:
+            progress(done, total)
+    return filler.encode()
+
+
+class _Filler:
+    def __init__(self, planner: Planner, pilots: Sequence[Pilots]) -> None:
+        self.planner, self.pilots = planner, tuple(pilots)
+        self.pool = signature_of(pilots, [p.count for p in pilots])
+        self.entries: dict[Signature, Entry] = {}
+        self.pipelines: dict[tuple[Column, Tier], int] = {}
+        self.reasons: dict[str, int] = {}
+        self.shifts = ShiftCosts(planner.problem, self.pool)
+        self._composers = {tier: _Composer(planner, pilots, tier) for tier in TIERS}
+        self._smallest: tuple[int, int, Counts] | None = None
+
+    def add(self, counts: tuple[int, ...]) -> None:
+        signature = signature_of(self.pilots, counts)
+        if signature in self.entries:
+            return  # two kinds of pilots can hold the same
+        choice = self._choose(counts, signature)
+        if choice is None:
+            missing = no_gear(self.planner.problem, signature)
+            self.entries[signature] = Entry(
+                (), (), self._reason(missing.reason), 0.0, missing.short_bytes
+            )
+            return
+        self.entries[signature] = self._entry(signature, choice)
+        types = len({shape.gpu_type for shape, _ in signature.counts})
+        rank = (signature.gpus(), types, signature.counts)
+        if self._smallest is None or rank < self._smallest:
+            self._smallest = rank
+
+    def _choose(self, counts: tuple[int, ...], signature: Signature) -> Choice | None:
+        for composer in self._composers.values():
+            choice = composer.choose(counts, signature)
+            if choice.plan:
+                return choice
+        return None
+
+    def _entry(self, signature: Signature, choice: Choice) -> Entry:
+        ordered = sorted(choice.plan, key=lambda c: (-c.tokens_per_s, c.need))
+        plan = tuple((self._pipeline(c, choice.tier), choice.plan[c]) for c in ordered)
+        stages = [
+            [s.kind for s in self.planner.builder.pipeline(c, choice.tier).stages]
+            for c in ordered
+            for _ in range(choice.plan[c])
+        ]
+        found, most = key_worth(choice.key), choice.bound_tokens_per_s
+        return Entry(
+            plan=plan,
+            seats=tuple(itertools.chain.from_iterable(seat(signature, stages))),
+            reason=self._reason(TIERS[choice.tier]),
+            gap=max(0.0, round(1 - found / most, 6)) if most > found else 0.0,
+            shifts=self.shifts.add(
+                signature,
+                [
+                    (self.planner.builder.pipeline(c, choice.tier), times)
+                    for c, times in choice.plan.items()
+                ],
+            ),
+        )
+
+    def _pipeline(self, column: Column, tier: Tier) -> int:
+        return self.pipelines.setdefault((column, tier), len(self.pipelines))
+
+    def _reason(self, reason: str) -> int:
+        return self.reasons.setdefault(reason, len(self.reasons))
+
+    def encode(self) -> bytes:
+        problem = self.planner.problem
+        header = Header(
+            inputs=inputs_hash(
+                problem.spec, problem.topology, problem.goal, self.pool, problem.acted
+            ),
+            model=problem.spec.name,
+            pool=self.pool,
+            block_tokens=problem.limits.block_tokens,
+            max_batch_tokens=problem.limits.max_batch_tokens,
+            pipelines=tuple(self._table_pipeline(c, tier) for c, tier in self.pipelines),
+            reasons=tuple(self.reasons),
+            fallback=Signature(self._smallest[2]) if self._smallest else None,
+        )
+        return encode(header, self.entries)
+
+    def _table_pipeline(self, column: Column, tier: Tier) -> TablePipeline:
+        problem = self.planner.problem
+        p = self.planner.builder.pipeline(column, tier)
+        return TablePipeline(
+            stages=tuple(
+                Stage(s.kind.gpu_type, s.kind.tp, s.lo, s.hi, s.kv_blocks, 0) for s in p.stages
+            ),
+            max_batch=p.max_batch,
+            max_context=min(problem.max_context, p.kv_blocks * problem.limits.block_tokens),
+            kv_blocks=p.kv_blocks,
+            tokens_per_s=p.tokens_per_s,
+            ttft_s=p.ttft_s,
+            tpot_s=p.tpot_s,
+            load_s=p.load_s,
+            margins=p.margins,
+        )
+
+
+class _Composer:
+    """Plans of one tier for allocations asked for in order of size."""
+
+    def __init__(self, planner: Planner, pilots: Sequence[Pilots], tier: Tier) -> None:
+        self.planner, self.tier = planner, tier
+        self.dims = [p.count + 1 for p in pilots]
+        self.plans: dict[int, Choice] = {}
+        self._strides = np.array(
+            [int(np.prod(self.dims[i + 1 :], dtype=np.int64)) for i in range(len(self.dims))]
+        )
+        self._keys = np.zeros(int(np.prod(self.dims, dtype=np.int64)), dtype=np.int64)
+        self._parts = np.zeros((0, len(self.dims)), dtype=np.int64)
+
+    def choose(self, counts: tuple[int, ...], signature: Signature) -> Choice:
+        solver = self.planner.solver(self.tier)
+        if solver.lattice is not None:
+            return solver.choose(signature)
+        if not self.plans:
+            solver.prepare()
+        at = int(np.array(counts) @ self._strides)
+        composed = self._compose(np.array(counts), signature)
+        if composed is None or key_worth(composed.key) < composed.bound_tokens_per_s * (
+            1 - TABLE_GAP
+        ):
+            solved = solver.solve(signature)
+            if composed is None or solved.key > composed.key:
+                composed = solved
+            if solved.plan and len(self._parts) < _COMPOSED:
+                self._parts = np.concatenate([self._parts, [counts]])
+        self.plans[at], self._keys[at] = composed, composed.key
+        return composed
+
+    def _compose(self, counts: Ints, signature: Signature) -> Choice | None:
+        """The best sum of a solved plan and the plan of what it leaves."""
+        fitting = self._parts[(self._parts <= counts).all(axis=1)]
+        if len(fitting) == 0:
+            return None
+        rest, part = (counts - fitting) @ self._strides, fitting @ self._strides
+        best = int((self._keys[rest] + self._keys[part]).argmax())
+        plan = Counter(self.plans[int(part[best])].plan)
+        other = self.plans.get(int(rest[best]))
+        if other is not None:
+            plan.update(other.plan)
+        key = int(self._keys[rest[best]] + self._keys[part[best]])
+        return Choice(self.tier, dict(plan), key, self.planner.solver(self.tier).bound(signature))
