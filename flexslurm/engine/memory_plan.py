@@ -75,6 +75,11 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     parked_bytes: int
     """What STOP copies to host memory, all GPUs together."""
 
+    @property
+    def weights_fit(self) -> bool:
+        """Whether at least the new weights fit while the old gear serves: only pages do not."""
+        return all(gpu.prepare <= gpu.arena for gpu in self.gpus)
+
     def of(self, worker: str) -> GpuBytes:
         return next(gpu for gpu in self.gpus if gpu.worker == worker)
 

@@ -113,6 +113,8 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     """The answer; every figure in bytes and seconds."""
 
     kept: dict[int, int]
+    holders: tuple[WeightHolder, ...]
+    """For `Install.holders`; the sources of `slots` are numbers in it."""
     slots: tuple[SlotMoves, ...]
     routes: Routes
     staying: tuple[str, ...]
@@ -191,18 +193,22 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
     costs = route_costs(shards, facts.old, facts.new)
     rooms = rooms_of([r.replica for r in facts.new], facts.kept, staying)
     routes = route_sequences(moving, costs, rooms)
-    slots = tuple(_slot_moves(shards, facts))
-    weights = _weight_traffic(slots, facts)
-    kv = _kv_traffic(shards, facts, moving, routes, last=False)
     memory = memory_plan(
         shards, facts.old, facts.new, facts.kept, (*staying, *moving), routes.to, facts.arenas
     )
-    last = _kv_traffic(shards, facts, moving, routes, last=True)
     stop = memory.verdict is Verdict.STOP
+    # What is retired before the install gives nothing.
+    givers = [one for i, one in enumerate(facts.old) if i in stay] if stop else facts.old
+    holders = holders_of(givers, facts.spares, facts.gone)
+    slots = tuple(_slot_moves(shards, facts, holders))
+    weights = _weight_traffic(slots, holders)
+    kv = _kv_traffic(shards, facts, moving, routes, last=False)
+    last = _kv_traffic(shards, facts, moving, routes, last=True)
     transfer_s = _seconds((*weights, *kv), facts, paced=not stop)
     ending = _seconds(last, facts, paced=False) + facts.probe_s + 3 * facts.step_s
     return ShiftPlan(
         kept=dict(facts.kept),
+        holders=holders,
         slots=slots,
         routes=routes,
         staying=tuple(one.seq_id for one in staying),
@@ -224,8 +230,9 @@ def holders_of(
     return tuple(holder for holder in (*known, *spares) if holder.worker not in gone)
 
 
-def _slot_moves(shards: ShardMap, facts: ShiftFacts) -> Sequence[SlotMoves]:
-    holders = holders_of(facts.old, facts.spares, facts.gone)
+def _slot_moves(
+    shards: ShardMap, facts: ShiftFacts, holders: Sequence[WeightHolder]
+) -> Sequence[SlotMoves]:
     found = []
     for number, replica in enumerate(facts.new):
         if number in facts.kept:
@@ -236,8 +243,9 @@ def _slot_moves(shards: ShardMap, facts: ShiftFacts) -> Sequence[SlotMoves]:
     return found
 
 
-def _weight_traffic(slots: Sequence[SlotMoves], facts: ShiftFacts) -> tuple[Traffic, ...]:
-    holders = holders_of(facts.old, facts.spares, facts.gone)
+def _weight_traffic(
+    slots: Sequence[SlotMoves], holders: Sequence[WeightHolder]
+) -> tuple[Traffic, ...]:
     sums: Counter[tuple[str, str, Link]] = Counter()
     for slot in slots:
         for move in slot.moves:

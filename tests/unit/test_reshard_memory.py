@@ -130,6 +130,7 @@ def test_what_does_not_fit_beside_is_said_to_the_byte() -> None:
     assert short.verdict is Verdict.STOP
     assert short.short_bytes == 10
     assert short.why.endswith(": 10 are short")
+    assert short.weights_fit, "only pages are too many"
     assert short.parked_bytes == 9 * 6 * 3 * shards.page_bytes
 
 
@@ -261,6 +262,10 @@ def test_while_a_gear_serves_beside_most_of_its_throughput_is_left() -> None:
     assert tight.served_share == 0.0
     assert tight.pause_s > beside.pause_s
     assert any("serving stops" in line for line in tight.lines())
+    # The old gear is retired first: nobody is left to give weights.
+    assert tight.holders == ()
+    assert tight.totals["weights"][Link.CHECKPOINT] == sum(tight.totals["weights"].values())
+    assert len(beside.holders) == 2
 
 
 def test_a_shift_that_only_adds_a_replica_moves_no_kv() -> None:
