@@ -19,7 +19,7 @@ from flexslurm.planner.placement import bare_replica
 
 
 @dataclass(frozen=True, slots=True)
-class ShiftCost:
+class ShiftPrice:
     """What getting into a gear costs; by default nothing is known to."""
 
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class Option:
     """A gear that the members that are to stay can hold."""
 
     gear: Gear
-    cost: ShiftCost = field(default_factory=ShiftCost)
+    price: ShiftPrice = field(default_factory=ShiftPrice)
     outlook: Outlook = field(default_factory=Outlook)
     """Of the members it would use."""
 
@@ -150,14 +150,14 @@ def _which(chosen: Option, settings: PolicySettings) -> str:
         words += " and is the default plan"
     elif chosen.gear.name == settings.fallback_plan:
         words += " and is the fallback plan"
-    return words + _evicted(chosen.cost)
+    return words + _evicted(chosen.price)
 
 
-def _evicted(cost: ShiftCost) -> str:
-    count = len(cost.evicted)
+def _evicted(price: ShiftPrice) -> str:
+    count = len(price.evicted)
     if not count:
         return ""
-    some = ", ".join(cost.evicted[:3]) + (", …" if count > 3 else "")
+    some = ", ".join(price.evicted[:3]) + (", …" if count > 3 else "")
     one = "sequence does" if count == 1 else "sequences do"
     return f"; {count} {one} not fit in it and will be recomputed ({some})"
 
@@ -279,7 +279,7 @@ def _unless_too_early(
     if seen.since_shift_s is not None and seen.since_shift_s < settings.min_action_gap_s:
         wait = settings.min_action_gap_s - seen.since_shift_s
         return Decision(None, f"{words}: {wait:.0f} s too early", wait)
-    return Decision(option.gear, words + _evicted(option.cost))
+    return Decision(option.gear, words + _evicted(option.price))
 
 
 def _weigh(
@@ -296,7 +296,7 @@ def _weigh(
     outlook = _weighted(seen.outlook, settings)
     stay = expected_tokens([Leg(stay_rate)], outlook, horizon)
     tokens = [_shifted(option, seen, settings, horizon, window) for option in options]
-    best = max(range(len(options)), key=lambda i: (tokens[i], -options[i].cost.seconds))
+    best = max(range(len(options)), key=lambda i: (tokens[i], -options[i].price.seconds))
     return _Weighed(options[best], stay, tokens[best], useful(options[best].gear), stay_rate)
 
 
@@ -309,9 +309,9 @@ def _shifted(
 ) -> float:
     """Tokens of going there now."""
     rate = _useful(seen, window)(option.gear)
-    legs = [Leg(min(option.cost.tokens_per_s, rate), option.cost.seconds), Leg(rate)]
+    legs = [Leg(min(option.price.tokens_per_s, rate), option.price.seconds), Leg(rate)]
     whole = expected_tokens(legs, _weighted(option.outlook, settings), horizon)
-    return max(whole - option.cost.lost_tokens, 0.0)
+    return max(whole - option.price.lost_tokens, 0.0)
 
 
 def _useful(seen: Observation, window: Window | None) -> Callable[[Gear], float]:
@@ -346,9 +346,9 @@ def _weighted(outlook: Outlook, settings: PolicySettings) -> Outlook:
 def _compared(weighed: _Weighed, current: Gear, horizon: float) -> str:
     option = weighed.option
     course = f"{weighed.rate:.0f} tokens/s"
-    if option.cost.seconds > 0:
-        during = min(option.cost.tokens_per_s, weighed.rate)
-        course = f"{during:.0f} tokens/s for {_time(option.cost.seconds)}, then {course}"
+    if option.price.seconds > 0:
+        during = min(option.price.tokens_per_s, weighed.rate)
+        course = f"{during:.0f} tokens/s for {_time(option.price.seconds)}, then {course}"
     return (
         f"{option.gear.name} is estimated at {weighed.ratio:.2f} times {current.name}: "
         f"{weighed.shift:,.0f} tokens in the next {_time(horizon)} ({course}) against "

@@ -12,7 +12,7 @@ from flexslurm.control.policy import (
     Observation,
     Option,
     PolicySettings,
-    ShiftCost,
+    ShiftPrice,
     decide,
     same_layout,
 )
@@ -47,7 +47,7 @@ def window(tokens_per_s: float, waiting: int = 0, busy: float = 1.0, count: int 
 
 STEADY, NIMBLE = gear("steady", 1000.0), gear("nimble", 750.0)
 TWELVE_MINUTES = 720.0
-COST = ShiftCost(seconds=90.0, tokens_per_s=300.0)
+COST = ShiftPrice(seconds=90.0, tokens_per_s=300.0)
 
 
 def test_twelve_sure_minutes_are_worth_staying_for() -> None:
@@ -110,14 +110,14 @@ def test_a_notice_forces_a_shift_and_without_a_gear_serving_goes_on() -> None:
 
 def test_what_will_be_evicted_is_said_beforehand() -> None:
     small = gear("small", 100)
-    option = Option(small, ShiftCost(evicted=("s9", "s8")))
+    option = Option(small, ShiftPrice(evicted=("s9", "s8")))
     reason = decide(seen(gear("old", 500), small, leaving=("p2",), options=(option,)), SETTINGS)
     assert reason.reason.endswith("; 2 sequences do not fit in it and will be recomputed (s9, s8)")
 
 
 def test_of_several_gears_a_loss_leaves_for_the_most_tokens() -> None:
     slow, fast = gear("slow", 100), gear("fast", 120)
-    options = (Option(fast, ShiftCost(seconds=900.0)), Option(slow))
+    options = (Option(fast, ShiftPrice(seconds=900.0)), Option(slow))
     assert decide(seen(None, slow, options=options), SETTINGS).gear == slow
     assert decide(seen(None, slow, options=(Option(fast),)), SETTINGS).gear == fast
 
@@ -128,7 +128,7 @@ def test_of_several_gears_a_loss_leaves_for_the_most_tokens() -> None:
 def test_a_returning_pilot_is_taken_back_at_once_where_no_gain_is_asked_for() -> None:
     settings = PolicySettings(min_action_gap_s=0.0, migration_benefit_ratio=1.0)
     small, large = gear("small", 100.0), gear("large", 100.0, nodes=2)
-    cost = (Option(large, ShiftCost(seconds=5.0)),)
+    cost = (Option(large, ShiftPrice(seconds=5.0)),)
     for options in ((), cost):
         case = seen(small, large, since_shift_s=0.1, options=options)
         assert decide(case, settings).gear == large
@@ -141,12 +141,12 @@ def test_a_returning_pilot_is_taken_back_at_once_where_no_gain_is_asked_for() ->
 def test_the_benefit_ratio_is_of_tokens_over_the_horizon() -> None:
     small, large = gear("small", 100.0), gear("large", 140.0, nodes=2)
     assert decide(seen(small, large), SETTINGS).gear == large
-    dear = Option(large, ShiftCost(seconds=600.0))
+    dear = Option(large, ShiftPrice(seconds=600.0))
     stays = decide(seen(small, large, options=(dear,)), SETTINGS)
     assert stays.gear is None
     assert "1.17 times" in stays.reason
     assert "below the benefit ratio of 1.3" in stays.reason
-    lossy = Option(large, ShiftCost(lost_tokens=100_000.0))
+    lossy = Option(large, ShiftPrice(lost_tokens=100_000.0))
     assert decide(seen(small, large, options=(lossy,)), SETTINGS).gear is None
 
 
