@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.epoch_groups import EpochGroups
+from flexslurm.engine.families import check_model
 from flexslurm.engine.groups import Network
 from flexslurm.engine.pipeline import StageRunner
 from flexslurm.engine.rendezvous import HeadStore, Rendezvous
@@ -39,7 +40,7 @@ class Host:
     send: Callable[[Message], None]
     """Never raises: once the link is closed, the process is about to end."""
     ended: Callable[[int], None]
-    """An epoch holds nothing any more; called before the head is told."""
+    """An epoch holds nothing any more."""
 
 
 class Installer:
@@ -53,7 +54,8 @@ class Installer:
         self._phase = ""
 
     def form(self, groups: EpochGroups) -> None:
-        """Meet the other workers of the replica, and connect."""
+        """Meet the other workers of the replica, and connect; not for a model that is at fault."""
+        check_model(self._install.model)
         self.progress("groups", 0, 0)
         groups.form(HeadStore(self._host.rendezvous, self._install.epoch, self._left_s()))
 

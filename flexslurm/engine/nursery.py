@@ -90,6 +90,11 @@ class Nursery:
     def running(self) -> Mapping[str, Started]:
         return dict(self._running)
 
+    @property
+    def server_pid(self) -> int | None:
+        """The fork server's process id; None when there is none."""
+        return None if self._process is None else self._process.pid
+
     async def start(self, timeout_s: float = 180.0) -> float:
         """Start the fork server unless it runs; returns the seconds its imports took.
 

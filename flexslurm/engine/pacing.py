@@ -84,18 +84,25 @@ class Pacer:
         if self._ended is not None and not waited:
             self._began = max(self._ended, now - _CATCH_UP_S)
 
-    def end(self, load: StepLoad) -> None:
-        """The step is computed: wait until a step of this load would be."""
-        if self._cost is not None:
-            due = self._began + self._cost.step_s(
-                load.new_tokens, load.context_tokens, load.sampled_tokens, load.pairs
-            )
-            self._ended = due
-            left = due - self._wall()
-        else:
-            left = (self._cpu() - self._cpu_began) * self._stretch
-        if left > 0.0:
-            self._sleep(left)
+    def end(self, load: StepLoad) -> float:
+        """The step is computed: wait until a step of this load would be.
+
+        Returns the seconds it took by the virtual GPU's clock.
+        """
+        if self._cost is None:
+            extra = (self._cpu() - self._cpu_began) * self._stretch
+            self._wait(extra)
+            return self._wall() - self._began
+        step_s = self._cost.step_s(
+            load.new_tokens, load.context_tokens, load.sampled_tokens, load.pairs
+        )
+        self._ended = self._began + step_s
+        self._wait(self._ended - self._wall())
+        return step_s
+
+    def _wait(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self._sleep(seconds)
 
 
 def _read_cost(fields: dict[str, float]) -> StageCost:

@@ -101,17 +101,16 @@ class StageRunner:
         began = time.monotonic()
         if pending.arriving is not None:
             pending.arriving.wait()
-        computing = time.monotonic()
-        self._pacer.begin(waited=waited or computing - began > _IDLE_S)
+        self._pacer.begin(waited=waited or time.monotonic() - began > _IDLE_S)
         out = self._stage.forward(pending.batch, pending.hidden)
         tokens = self._sampled(pending.batch, out) if self._samples else None
-        self._pacer.end(StepLoad.of(pending.step.chunks))
+        compute_s = self._pacer.end(StepLoad.of(pending.step.chunks))
         if stopped():  # what an aborted group left in the tensors is no result
             raise RuntimeError("the epoch was ended during the step")
         for target in self._targets:
             self._sends.append((target.broadcast(out), out))
         self._wait_sends(self._most_sends)
-        return Outcome(tokens, time.monotonic() - computing)
+        return Outcome(tokens, compute_s)
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""

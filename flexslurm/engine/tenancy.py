@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING_STEPS = 1024
 _CLOSE_S = 5.0
+_CAUSE_FIRST_S = 0.5
 _FINISH_S = 0.1
 """For a step that is just ending: a group is best closed when nothing is under way in it."""
 
@@ -95,28 +96,41 @@ class Tenancy:
     # ------------------------------------------------------------------ on the epoch's thread
 
     def _live(self) -> None:
-        failure: InstallFailed | None = None
         try:
-            failure = self._build()
-            if failure is None:
+            if self._build():
                 self._serve()
         finally:
-            self._tear_down(failure)
+            self._tear_down()
 
-    def _build(self) -> InstallFailed | None:
+    def _build(self) -> bool:
+        """Whether the epoch serves now; what went wrong has been told."""
         try:
             done = self._install_stage()
         except Exception as error:  # whatever it is, the head is told
             log.warning("epoch %d: install failed", self.epoch, exc_info=_unexpected(error))
-            return InstallFailed(
-                worker=self._host.worker,
-                epoch=self.epoch,
-                reason=_reason(error),
-                fatal=isinstance(error, ModelError),
-            )
+            self._tell_failed(error)
+            return False
         self.phase = Phase.SERVING
         self._host.send(done)
-        return None
+        return True
+
+    def _tell_failed(self, error: Exception) -> None:
+        """Tell why before the groups close, which makes the peers fail for no reason of theirs.
+
+        Such a failure of our own may wait: by then the head has the cause, and ends the epoch.
+        """
+        if isinstance(error, RuntimeError):
+            self._stop.wait(_CAUSE_FIRST_S)
+        if self._stop.is_set():
+            return
+        self._host.send(
+            InstallFailed(
+                worker=self._host.worker,
+                epoch=self.epoch,
+                reason=reason_of(error),
+                fatal=isinstance(error, ModelError),
+            )
+        )
 
     def _install_stage(self) -> Installed:
         install = self._install
@@ -192,13 +206,14 @@ class Tenancy:
         """
         self.phase = Phase.BROKEN
         log.warning("epoch %d: step %d failed", self.epoch, step, exc_info=_unexpected(error))
-        self._groups.abort()
+        reason = reason_of(error)
         self._host.send(
-            StepFailed(worker=self._host.worker, epoch=self.epoch, step=step, reason=_reason(error))
+            StepFailed(worker=self._host.worker, epoch=self.epoch, step=step, reason=reason)
         )
+        self._groups.abort()
         self._stop.wait()
 
-    def _tear_down(self, failure: InstallFailed | None) -> None:
+    def _tear_down(self) -> None:
         self.phase = Phase.RETIRED
         self._runner = None
         stage, self._stage = self._stage, None
@@ -209,8 +224,6 @@ class Tenancy:
         if left:
             log.error("epoch %d: still open after %g s: %s", self.epoch, _CLOSE_S, ", ".join(left))
         self._host.ended(self.epoch)
-        if failure is not None and not self._stop.is_set():
-            self._host.send(failure)
 
 
 def _unexpected(error: Exception) -> Exception | None:
@@ -218,10 +231,12 @@ def _unexpected(error: Exception) -> Exception | None:
     return None if isinstance(error, FlexslurmError | RuntimeError) else error
 
 
-def _reason(error: Exception) -> str:
-    """An error in one line for the head; gloo puts a source position first."""
+def reason_of(error: Exception) -> str:
+    """An error in one line for the head, without gloo's source positions and advice."""
     if isinstance(error, FlexslurmError):
         return error.message
     line = (str(error).splitlines() or [""])[0]
-    line = re.sub(r"^\[[^\]]*\]\s*", "", line)[:300]
-    return line if isinstance(error, RuntimeError) and line else f"{type(error).__name__}: {line}"
+    if isinstance(error, RuntimeError) and line:
+        line = re.sub(r"\[/[^\]]*\]\s*", "", line)
+        return re.sub(r"\. This is (typically|often) .*", "", line)[:300]
+    return f"{type(error).__name__}: {line[:300]}"

@@ -26,7 +26,13 @@ from flexslurm.engine.install import Host
 from flexslurm.engine.nursery_server import WorkerSpec
 from flexslurm.engine.rendezvous import Rendezvous
 from flexslurm.engine.tenancy import Tenancy
-from flexslurm.errors import CapacityError, EnvironmentFault, FlexslurmError, ProtocolError, StaleEpoch
+from flexslurm.errors import (
+    CapacityError,
+    EnvironmentFault,
+    FlexslurmError,
+    ProtocolError,
+    StaleEpoch,
+)
 from flexslurm.messages import (
     PROTOCOL,
     Install,
