@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, expm1
 
+_NEVER = 1e-12
+"""A chance below which a loss does not happen, and the closed forms lose their digits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -61,8 +64,8 @@ def _alive(hazard: float, start: float, stop: float) -> float:
     """`∫ e^{-ht} dt` from start to stop."""
     if stop <= start:
         return 0.0
-    if hazard <= 0:
-        return stop - start
+    if hazard * (stop - start) < _NEVER:
+        return exp(-hazard * start) * (stop - start)
     return exp(-hazard * start) * -expm1(-hazard * (stop - start)) / hazard
 
 
@@ -72,7 +75,7 @@ def _after_loss(hazard: float, until: float, resumed: float) -> float:
     `resumed` is T: the horizon less the recovery.
     """
     last = min(until, resumed)
-    if hazard <= 0 or last <= 0:
+    if last <= 0 or hazard * last < _NEVER:
         return 0.0
     lost = -expm1(-hazard * last)
     # ∫ h t e^{-ht} dt from 0 to s is (1 - e^{-hs})/h - s e^{-hs}.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexslurm.control.figures import ServiceFigures
@@ -20,7 +20,7 @@ from flexslurm.control.horizon import (
 from flexslurm.control.trends import Corrections, Sample, Trends, corrected, p95, summary
 
 
-def summed(legs: list[Leg], outlook: Outlook, horizon: float, steps: int = 4000) -> float:
+def summed(legs: list[Leg], outlook: Outlook, horizon: float, steps: int = 1000) -> float:
     """The expectation by brute force: over the moment of the loss, then over time."""
     end = horizon if outlook.known_end_s is None else min(outlook.known_end_s, horizon)
     after, recovery = outlook.after_loss_tokens_per_s, outlook.recovery_s
@@ -56,6 +56,8 @@ def spans(legs: list[Leg], end: float) -> list[float]:
     return found
 
 
+@settings(max_examples=40)
+@example(1.5, 0.0, 5.0, 5e-324, 0.0, 0.0, 50.0, None)
 @given(
     st.floats(0, 200), st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 0.05),
     st.floats(0, 500), st.floats(0, 100), st.floats(50, 800), st.none() | st.floats(10, 900),
@@ -67,7 +69,7 @@ def test_expected_tokens_is_the_expectation(
     legs = [Leg(during, shift_s), Leg(then)]
     outlook = Outlook(end, hazard, after, recovery)
     found = expected_tokens(legs, outlook, horizon)
-    assert found == pytest.approx(summed(legs, outlook, horizon), rel=2e-3, abs=2.0)
+    assert found == pytest.approx(summed(legs, outlook, horizon), rel=5e-3, abs=2.0)
 
 
 def test_the_figures_of_the_worked_example() -> None:
