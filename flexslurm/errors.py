@@ -1,28 +1,29 @@
 """Every error flexslurm raises on purpose, one tree; never formats a traceback for a user.
 
-FlexslurmError
-├── ConfigError            a site, service, sandbox or profile file is wrong
-├── ModelError             the model's files are missing, damaged or cannot be staged
-├── CapacityError          no gear fits: which resource is short, and by how much
-├── SlurmError             Slurm answered, and said no
-│   └── SlurmUnavailable   Slurm did not answer; nothing is known
-├── ServiceError           the running service
-│   ├── ServiceUnreachable no head answers at the published address
-│   └── ServiceExists      the service directory belongs to a live head
-├── EnvironmentFault       this machine lacks something: a package, a port, a writable directory
-├── DeadlineExceeded       a wait with a deadline reached it
-├── ProtocolError          a peer broke the protocol
-│   ├── StaleEpoch         a message from an epoch that is over
-│   └── StaleIncarnation   a message from a process that has been replaced
-└── RequestError           an API request that is answered with an error
-├── InvalidRequest     malformed or unsupported parameters
-├── ContextTooLong     more tokens than the installed gear holds
-├── UnknownModel       the model is not served here
-├── Unauthorized       the API key is missing or wrong
-├── Overloaded         the admission queue is full
-├── NotServing         no gear is installed, and the wait limit is reached
-├── RequestAborted     the request was ended before it finished
-└── GenerationFailed   the engine could not go on with the request
+In brackets: a command's exit code, or the HTTP status of an API request.
+
+FlexslurmError [1]
+├── ConfigError [3]             a site, service, sandbox or profile file is wrong
+├── ModelError [4]              the model's files are missing, damaged or cannot be staged
+├── CapacityError [5]           no gear fits: which resource is short, and by how much
+├── SlurmError [6]              Slurm answered, and said no
+│   └── SlurmUnavailable [6]    Slurm did not answer; nothing is known
+├── ServiceError [7]            the running service
+│   ├── ServiceUnreachable [7]  no head answers at the published address
+│   └── ServiceExists [7]       the service directory belongs to a live head
+├── EnvironmentFault [8]        this machine lacks something: a package, a port, a directory
+├── DeadlineExceeded [9]        a wait with a deadline reached it
+├── ProtocolError [1]           a peer broke the protocol
+│   └── StaleEpoch [1]          a message from an epoch that is over
+└── RequestError [400]          an API request that is answered with an error
+    ├── InvalidRequest [400]    malformed or unsupported parameters
+    ├── ContextTooLong [400]    more tokens than the installed gear holds
+    ├── UnknownModel [404]      the model is not served here
+    ├── Unauthorized [401]      the API key is missing or wrong
+    ├── Overloaded [429]        the admission queue is full
+    ├── NotServing [503]        no gear is installed, and the wait limit is reached
+    ├── RequestAborted [503]    the request was ended before it finished
+    └── GenerationFailed [500]  the engine could not go on with the request
 """
 
 from __future__ import annotations
@@ -124,10 +125,6 @@ class ProtocolError(FlexslurmError):
 
 class StaleEpoch(ProtocolError):
     """A message from an epoch that is over; it is dropped."""
-
-
-class StaleIncarnation(ProtocolError):
-    """A message from a process that has been replaced; it is dropped."""
 
 
 class RequestError(FlexslurmError):
