@@ -101,7 +101,10 @@ class HeadSettings(Section):
     cpus: int = Field(2, ge=1, description="CPUs of the head's job.")
     memory: Bytes = Field(4 * 2**30, description="Memory of the head's job.")
     walltime: Seconds | None = Field(None, description="Default: the partition's.")
-    sbatch_args: list[str] = Field(default_factory=list, description="Further options for sbatch.")
+    sbatch_args: list[str] = Field(
+        default_factory=list,
+        description="Further options for sbatch; account, qos and constraint are the partition's.",
+    )
 
 
 class NetworkSettings(Section):
@@ -121,7 +124,6 @@ class PathSettings(Section):
     """Directories."""
 
     shared_dir: str | None = Field(None, description="Shared directory for service state.")
-    node_cache: str | None = Field(None, description="Node-local directory for weights.")
 
 
 class Site(Section):

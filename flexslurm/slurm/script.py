@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexslurm.config.site import HeadSettings, Partition, Site
+from flexslurm.config.site import Partition, Site
 from flexslurm.errors import ConfigError
 from flexslurm.slurm.times import format_duration
 
@@ -68,11 +68,9 @@ class BatchScript:
 
 def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
     """Options of sbatch for a pilot. Raises ConfigError for what Slurm could not take."""
-    partition = site.partitions.get(spec.partition or "", Partition())
-    walltime = partition.default_walltime if spec.walltime_s is None else spec.walltime_s
-    if walltime is not None and partition.max_walltime is not None:
-        walltime = min(walltime, partition.max_walltime)
-    options = [
+    partition = _partition(spec.partition, site)
+    walltime = _walltime_s(spec.walltime_s, partition)
+    return [
         *_common(spec.name, spec.log_dir),
         f"--nodes={spec.nodes}",
         "--ntasks-per-node=1",
@@ -84,21 +82,17 @@ def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
         # Without B: the steps hear it. With B: sites that send this signal at preemption would
         # send it to the batch shell alone, and the agents would hear nothing.
         f"--signal=USR1@{warning_s(walltime)}",
+        *_where(spec.partition, partition, walltime),
+        *partition.sbatch_args,
     ]
-    if spec.partition is not None:
-        options.append(f"--partition={spec.partition}")
-    if walltime is not None:
-        options.append(f"--time={format_duration(walltime)}")
-    for key in ("account", "qos", "constraint"):
-        value = getattr(partition, key)
-        if value is not None:
-            options.append(f"--{key}={value}")
-    return [*options, *partition.sbatch_args]
 
 
-def head_options(spec: HeadSpec, head: HeadSettings) -> list[str]:
-    """Options of sbatch for the head's job."""
-    options = [
+def head_options(spec: HeadSpec, site: Site) -> list[str]:
+    """Options of sbatch for the head's job; its partition's entry in the site file counts too."""
+    head = site.head
+    partition = _partition(head.partition, site)
+    walltime = _walltime_s(head.walltime, partition)
+    return [
         *_common(spec.name, spec.log_dir),
         "--nodes=1",
         "--ntasks=1",
@@ -106,13 +100,36 @@ def head_options(spec: HeadSpec, head: HeadSettings) -> list[str]:
         f"--mem={max(1, head.memory // 2**20)}M",
         "--requeue",
         # The head is the batch step itself: only with B: does it hear this.
-        f"--signal=B:USR1@{warning_s(head.walltime)}",
+        f"--signal=B:USR1@{warning_s(walltime)}",
+        *_where(head.partition, partition, walltime),
+        *head.sbatch_args,
     ]
-    if head.partition is not None:
-        options.append(f"--partition={head.partition}")
-    if head.walltime is not None:
-        options.append(f"--time={format_duration(head.walltime)}")
-    return [*options, *head.sbatch_args]
+
+
+def _partition(name: str | None, site: Site) -> Partition:
+    """The site file's entry; an empty one for Slurm's default partition."""
+    return site.partitions.get(name or "", Partition())
+
+
+def _walltime_s(asked_s: float | None, partition: Partition) -> float | None:
+    """What is asked for, or the partition's default, at most its limit; None: what Slurm gives."""
+    walltime_s = partition.default_walltime if asked_s is None else asked_s
+    if walltime_s is None or partition.max_walltime is None:
+        return walltime_s
+    return min(walltime_s, partition.max_walltime)
+
+
+def _where(name: str | None, partition: Partition, walltime_s: float | None) -> list[str]:
+    """Options for where a job runs, on whose account and for how long."""
+    time = None if walltime_s is None else format_duration(walltime_s)
+    given = {
+        "partition": name,
+        "time": time,
+        "account": partition.account,
+        "qos": partition.qos,
+        "constraint": partition.constraint,
+    }
+    return [f"--{option}={value}" for option, value in given.items() if value is not None]
 
 
 def _common(name: str, log_dir: Path) -> list[str]:
@@ -145,8 +162,8 @@ def slurm_type(gpu_type: str, site: Site) -> str:
 
 
 def pilot_cpus(spec: PilotSpec, site: Site) -> int:
-    partition = site.partitions.get(spec.partition or "", Partition())
-    return spec.gpus * partition.cpus_per_gpu
+    """CPUs of a pilot on each of its nodes."""
+    return spec.gpus * _partition(spec.partition, site).cpus_per_gpu
 
 
 def warning_s(walltime_s: float | None) -> int:
@@ -176,11 +193,11 @@ def pilot_script(spec: PilotSpec, site: Site, command: Sequence[str]) -> BatchSc
         "--open-mode=append",
     ]
     scontrol = site.slurm.commands.get("scontrol", "scontrol")
-    partition = site.partitions.get(spec.partition or "", Partition())
+    requeue = _partition(spec.partition, site).requeue
     body = [
         shlex.join([*step, *command]),
         "status=$?",
-        *(_give_back(scontrol) if partition.requeue else []),
+        *(_give_back(scontrol) if requeue else []),
         'exit "$status"',
     ]
     return _script(pilot_options(spec, site), [*_environment(site, spec.env), *body])
@@ -189,7 +206,7 @@ def pilot_script(spec: PilotSpec, site: Site, command: Sequence[str]) -> BatchSc
 def head_script(spec: HeadSpec, site: Site, command: Sequence[str]) -> BatchScript:
     """The head's script: one process, in the batch step itself."""
     body = [f"exec {shlex.join(command)}"]
-    return _script(head_options(spec, site.head), [*_environment(site, spec.env), *body])
+    return _script(head_options(spec, site), [*_environment(site, spec.env), *body])
 
 
 def _give_back(scontrol: str) -> list[str]:

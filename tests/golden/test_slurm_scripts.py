@@ -15,6 +15,7 @@ from flexslurm.slurm.script import (
     BatchScript,
     HeadSpec,
     PilotSpec,
+    head_options,
     head_script,
     pilot_options,
     pilot_script,
@@ -148,7 +149,7 @@ def test_what_slurm_could_not_take_is_refused(
 @pytest.mark.parametrize("option", ["comment=x", "--comment=a\nb", ""])
 def test_options_of_a_site_are_options(option: str) -> None:
     text = f"name: x\ngpu_types: {{a: {{}}}}\npartitions: {{p: {{sbatch_args: [{option!r}]}}}}"
-    odd = parse_section(Site, text.replace("\\n", "\\n").replace("'", '"'), "site.yaml")
+    odd = parse_section(Site, text.replace("'", '"'), "site.yaml")
     with pytest.raises(ConfigError, match="not an option of sbatch"):
         pilot_script(pilot(partition="p", gpu_type="a"), odd, NODE)
 
@@ -159,6 +160,16 @@ def test_the_walltime_keeps_to_the_partitions_limit(site: Site) -> None:
         return parse_duration(option.removeprefix("--time="))
 
     assert asked(None) == 4 * 3600 and asked(60.0) == 60 and asked(1e6) == 12 * 3600
+
+
+def test_the_head_is_submitted_as_its_partition_wants() -> None:
+    """A site that demands an account demands it of the head's job too."""
+    cpu = "{account: proj, qos: long, constraint: avx, default_walltime: 3d, max_walltime: 2d}"
+    text = f"name: x\ngpu_types: {{a: {{}}}}\npartitions: {{cpu: {cpu}}}\nhead: {{partition: cpu}}"
+    options = head_options(HEAD, parse_section(Site, text, "site.yaml"))
+    assert options[-5:] == [
+        "--partition=cpu", "--time=2-00:00:00", "--account=proj", "--qos=long", "--constraint=avx",
+    ]  # fmt: skip
 
 
 def test_the_warning_comes_early_enough_and_not_too_early() -> None:
