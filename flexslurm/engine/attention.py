@@ -57,6 +57,7 @@ class AttentionStep:
 
     def __init__(self, store: KvStore, batch: Batch) -> None:
         self.store = store
+        store.sync()
         store.clear(batch.opened)
         self.slots = store.slots(batch.blocks, batch.offsets)
         self._masks: dict[tuple[str, int, int], torch.Tensor | None] = {}

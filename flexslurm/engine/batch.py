@@ -43,6 +43,12 @@ class Batch:
     """`[T]` int64: and its place in the block."""
     opened: torch.Tensor
     """Blocks that get their first token: what is in them is somebody else's and is cleared."""
+    opened_blocks: tuple[int, ...]
+    """The same, for the host."""
+    continued_blocks: tuple[int, ...]
+    """Blocks that hold some tokens of their sequence and get more."""
+    read_blocks: tuple[int, ...]
+    """Blocks that hold tokens already; `continued_blocks` among them."""
     spans: tuple[Span, ...]
     sample_rows: torch.Tensor
     """`[S]` int64: rows whose logits are wanted."""
@@ -69,6 +75,8 @@ class Batch:
         sampled: list[tuple[str, ChunkSampling]] = []
         written: list[int] = []
         opened: list[int] = []
+        continued: list[int] = []
+        read: list[int] = []
         for chunk in chunks:
             start, context = len(tokens), chunk.start + len(chunk.tokens)
             needed = -(-context // block_tokens)
@@ -77,7 +85,11 @@ class Batch:
             tokens += chunk.tokens
             positions += range(chunk.start, context)
             written += (chunk.blocks[at // block_tokens] for at in range(chunk.start, context))
-            opened += chunk.blocks[-(-chunk.start // block_tokens) : needed]
+            first = -(-chunk.start // block_tokens)
+            opened += chunk.blocks[first:needed]
+            read += chunk.blocks[:first]
+            if chunk.start % block_tokens:
+                continued.append(chunk.blocks[first - 1])
             spans.append(Span(start, len(tokens), context, chunk.blocks[:needed]))
             if chunk.sample is not None:
                 rows.append(len(tokens) - 1)
@@ -89,6 +101,9 @@ class Batch:
             blocks=table[2],
             offsets=table[1] % block_tokens,
             opened=torch.tensor(opened, dtype=torch.int64).to(device),
+            opened_blocks=tuple(opened),
+            continued_blocks=tuple(continued),
+            read_blocks=tuple(read),
             spans=tuple(spans),
             sample_rows=torch.tensor(rows, dtype=torch.int64).to(device),
             sampled=tuple(sampled),

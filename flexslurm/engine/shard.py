@@ -11,8 +11,11 @@ from math import prod
 
 from torch import nn
 
+from flexslurm.engine.checkpoint import stored_names
+from flexslurm.engine.families import ModelInfo
 from flexslurm.engine.footprint import aligned
 from flexslurm.engine.layout import TensorLayout
+from flexslurm.engine.ownership import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,19 @@ class Part:
     def nbytes(self, tp_rank: int, item_bytes: int) -> int:
         """Bytes it takes of the arena before alignment; 0 for a view."""
         return 0 if self.view_of is not None else prod(self.local_shape(tp_rank)) * item_bytes
+
+    def piece(self, tp_rank: int, info: ModelInfo, item_bytes: int) -> Piece:
+        """What a rank has of the checkpoint's tensor, as one run of bytes."""
+        dim = 1 if self.transposed else 0
+        lo, hi = (0, self.shape[dim]) if self.dim is None else self.range(tp_rank)
+        return Piece(
+            tensor=stored_names(info, self.name, self.layer)[0],
+            dim=dim,
+            lo=lo,
+            hi=hi,
+            size=self.shape[dim],
+            unit_bytes=prod(self.shape) // self.shape[dim] * item_bytes,
+        )
 
     @property
     def layout(self) -> TensorLayout:

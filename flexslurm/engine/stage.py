@@ -7,9 +7,11 @@ into the arena. Building may run in a background thread while another epoch's st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from flexslurm.engine.attention import AttentionStep
 from flexslurm.engine.backend import BUILD_LOCK, deepspeed, torch_dtype
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo, check_model, tp_degrees
+from flexslurm.engine.footprint import aligned, page_bytes
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.layout import GRAIN
-from flexslurm.engine.shard import ShardSpec, read_spec, tie_head
+from flexslurm.engine.shard import Part, ShardSpec, read_spec, tie_head
 from flexslurm.engine.stage_model import StageModel, fresh_rotary, load_config, meta_stage
-from flexslurm.engine.weights import FileSource, Progress, WeightSource, fill
+from flexslurm.engine.weight_store import WeightStore, WeightView
+from flexslurm.engine.weights import FileSource, Need, Progress, WeightFiller
 from flexslurm.errors import CapacityError, ModelError
 
 
@@ -43,22 +47,17 @@ class StagePlan:
     block_tokens: int
     kv_blocks: int
 
-    @property
-    def owner(self) -> str:
-        """Whose the arena's bytes are."""
-        return f"e{self.epoch}"
-
 
 class Stage:
     """A stage that takes steps.
 
-    Invariant: all its parameters and its KV pool are views of the arena, owned by `plan.owner`,
-    until `close`. One thread at a time.
+    Invariant: until `close` all its parameters are views of segments in the arena, which other
+    epochs may use too, and its pages lie in the arena's pool. One thread at a time.
     """
 
     def __init__(
         self, plan: StagePlan, info: ModelInfo, arena: Arena, engine: Any, spec: ShardSpec,
-        store: KvStore,
+        store: KvStore, kept_bytes: int,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.info = info
@@ -70,9 +69,18 @@ class Stage:
         self.is_first = plan.lo == 0
         self.is_last = plan.hi == info.num_layers
         self.weights_bytes = spec.weights_bytes(DTYPE_BYTES[plan.dtype])
-        self.kv_bytes = arena.used_by(plan.owner) - self.weights_bytes
+        """What its weights take of an arena when they share nothing."""
+        self.kv_bytes = aligned(store.shape.pages * store.page_bytes)
+        """What its pages take when every block is in use."""
+        self.kept_bytes = kept_bytes
+        """Of the weights, what was on this GPU already."""
         self._arena = arena
         self._engine = engine
+
+    @property
+    def used_bytes(self) -> int:
+        """What its weights and live pages take of the arena now, shared ones too."""
+        return self._arena.weights.used_by(self.plan.epoch) + self.store.live_bytes
 
     def empty_hidden(self, tokens: int) -> torch.Tensor:
         """`[tokens, hidden_size]` to receive the stage before's output in."""
@@ -84,16 +92,32 @@ class Stage:
         `hidden` `[T, hidden_size]`, or None on the first stage. Returns the same shape,
         contiguous, or on the last stage logits `[S, vocab]` of the sampled rows. With tensor
         parallelism every rank calls it with the same arguments, in the same order.
+
+        Raises CapacityError where there is no memory for new blocks, and ProtocolError where the
+        batch reads blocks that hold nothing.
         """
-        with torch.inference_mode():
+        self.store.prepare(batch.opened_blocks, batch.continued_blocks, batch.read_blocks)
+        with self._arena.gate, torch.inference_mode():
             step = AttentionStep(self.store, batch)
             found: torch.Tensor = self._engine(batch, hidden, step)
             return found.contiguous()
 
+    def free(self, blocks: Sequence[int]) -> None:
+        """These blocks hold nothing any more."""
+        self.store.free(blocks)
+
     def close(self) -> int:
-        """Give the arena's bytes back and return how many; idempotent."""
+        """Give back what no other epoch uses, and return how many bytes; idempotent."""
         self._engine = None
-        return self._arena.release(self.plan.owner)
+        return _let_go(self._arena, self.plan.epoch, self.store)
+
+
+def _let_go(arena: Arena, epoch: int, store: KvStore | None) -> int:
+    pages = 0 if store is None else store.close() * store.page_bytes
+    freed = pages + arena.weights.release(epoch)
+    if freed:
+        arena.settle()
+    return freed
 
 
 def build_stage(
@@ -102,21 +126,20 @@ def build_stage(
     group: Any = None,
     *,
     progress: Progress | None = None,
-    source: WeightSource | None = None,
+    filler: WeightFiller | None = None,
 ) -> Stage:
     """Build, fill and return the stage; whatever is raised, the arena is as it was.
 
-    `group`: the process group of the stage's ranks, None with one rank. `source`: where slices
-    come from, the model's files by default.
+    `group`: the process group of the stage's ranks, None with one rank. `filler`: where slices
+    that are not here come from, the model's files by default.
 
     Raises ModelError (the files are at fault) and CapacityError (the arena is too small), and
     passes on what `progress` raises.
     """
     info = check_model(plan.model)
     _check_plan(plan, info)
-    assert not arena.used_by(plan.owner), f"{plan.owner} is installed already"
-    if source is not None:
-        return _build(plan, info, arena, group, source, progress)
+    if filler is not None:
+        return _build(plan, info, arena, group, filler, progress)
     with FileSource(info) as files:
         return _build(plan, info, arena, group, files, progress)
 
@@ -139,31 +162,49 @@ def _check_plan(plan: StagePlan, info: ModelInfo) -> None:
 
 
 def _build(
-    plan: StagePlan, info: ModelInfo, arena: Arena, group: Any, source: WeightSource,
+    plan: StagePlan, info: ModelInfo, arena: Arena, group: Any, filler: WeightFiller,
     progress: Progress | None,
 ) -> Stage:  # fmt: skip
     if progress is not None:
         progress("build", 0, 0)
     engine, model, spec = _engine(plan, info, group, arena.device)
-    source.check(spec)
+    filler.check(spec)
+    store: KvStore | None = None
     built = False
+    arena.weights.open(plan.epoch, f"{Path(plan.model).resolve()} {plan.dtype}")
     try:
         dtype = torch_dtype(plan.dtype)
-        views = _take_weights(plan, spec, arena, dtype)
         first, last = spec.kv_heads(info.head_dim)
         shape = KvShape(
             plan.hi - plan.lo, last - first, plan.kv_blocks, plan.block_tokens, info.head_dim
         )
-        store = KvStore(shape, dtype, arena, plan.owner)
+        _check_bound(
+            plan, spec, arena, shape.pages * page_bytes(info, plan.dtype, plan.block_tokens)
+        )
+        views = _claim_weights(plan, info, spec, arena)
+        store = KvStore(shape, dtype, arena)
+        needs = [Need(p, spec.tp_rank, dtype, v) for p, v in views if v.fresh]
         with _own_stream(arena.device):
-            fill(spec, views, source, progress)
-            _put(model, views)
-            fresh_rotary(model, arena.device)
+            filler.fill(arena.weights, needs, progress)
+        _put(model, spec, arena, views, dtype)
+        fresh_rotary(model, arena.device)
+        kept = sum(view.piece.nbytes for _, view in views if not view.fresh)
         built = True
-        return Stage(plan, info, arena, engine, spec, store)
+        return Stage(plan, info, arena, engine, spec, store, kept)
     finally:
         if not built:
-            arena.release(plan.owner)
+            _let_go(arena, plan.epoch, store)
+
+
+def _check_bound(plan: StagePlan, spec: ShardSpec, arena: Arena, kv_bytes: int) -> None:
+    """What the head may fill must fit, once nothing else is here."""
+    need = spec.weights_bytes(DTYPE_BYTES[plan.dtype]) + kv_bytes
+    if need > arena.total_bytes:
+        raise CapacityError(
+            f"the arena of {arena.total_bytes} bytes is {need - arena.total_bytes} bytes short: "
+            f"layers [{plan.lo},{plan.hi}) take {need - kv_bytes}, {plan.kv_blocks} KV blocks "
+            f"{kv_bytes}"
+        )
 
 
 @contextmanager
@@ -228,31 +269,52 @@ class _ModelParallelUnit:
         return self._size
 
 
-def _take_weights(
-    plan: StagePlan, spec: ShardSpec, arena: Arena, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """A view in the arena for every parameter, in the parameter's shape."""
-    views: dict[str, torch.Tensor] = {}
-    for part in spec.parts:
-        if part.view_of is not None:
-            continue
-        nbytes = part.nbytes(spec.tp_rank, dtype.itemsize)
-        raw = arena.take_low(plan.owner, nbytes, f"{part.param} of layers [{plan.lo},{plan.hi})")
-        view = raw.view(dtype).view(part.stored_shape(spec.tp_rank))
-        views[part.param] = view.t() if part.transposed else view
-    for part in spec.parts:
-        if part.view_of is not None:
-            start, stop = part.range(spec.tp_rank)
-            dim = 0 if part.dim is None else part.dim
-            views[part.param] = views[part.view_of].narrow(dim, start, stop - start)
-    return views
+def _claim_weights(
+    plan: StagePlan, info: ModelInfo, spec: ShardSpec, arena: Arena
+) -> list[tuple[Part, WeightView]]:
+    """A place in the arena for every part that is not a view of another."""
+    item = DTYPE_BYTES[plan.dtype]
+    layers = f"layers [{plan.lo},{plan.hi})"
+    return [
+        (
+            part,
+            arena.weights.claim(
+                plan.epoch, part.piece(spec.tp_rank, info, item), f"{part.param} of {layers}"
+            ),
+        )
+        for part in spec.parts
+        if part.view_of is None
+    ]
 
 
-def _put(model: StageModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Put the arena's views in place of the meta parameters."""
-    for param, view in views.items():
-        path, _, name = param.rpartition(".")
-        module = model.get_submodule(path)
-        setattr(module, name, nn.Parameter(view, requires_grad=False))
+def _put(
+    model: StageModel, spec: ShardSpec, arena: Arena, views: list[tuple[Part, WeightView]],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Put views of the arena in place of the meta parameters, and keep them right."""
+    by_param = {part.param: (part, view) for part, view in views}
+    with arena.lock:
+        for part in spec.parts:
+            base, view = by_param[part.view_of or part.param]
+            need = Need(base, spec.tp_rank, dtype, view)
+            find = partial(_tensor, arena.weights, need, part)
+            path, _, name = part.param.rpartition(".")
+            parameter = nn.Parameter(find(), requires_grad=False)
+            setattr(model.get_submodule(path), name, parameter)
+            view.on_move(partial(_repoint, parameter, find))
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"parameters without memory: {left}"
+
+
+def _tensor(weights: WeightStore, need: Need, part: Part) -> torch.Tensor:
+    """Where a part's values are now; `need` is of the part itself, or of what it is a view of."""
+    piece = need.piece
+    whole = need.shaped(weights.bytes_of(need.view), piece.lo, piece.hi)
+    if part.view_of is None:
+        return whole
+    start, stop = part.range(need.tp_rank)
+    return whole.narrow(0 if part.dim is None else part.dim, start, stop - start)
+
+
+def _repoint(parameter: nn.Parameter, find: Callable[[], torch.Tensor]) -> None:
+    parameter.data = find()

@@ -1,12 +1,13 @@
 """Fills a stage's parameters with exactly the slices it owns; never holds a whole model.
 
-Where the bytes come from is behind `WeightSource`: safetensors files here, a peer later.
+Where the bytes come from is behind `WeightFiller`: safetensors files here, peers in `weight_pull`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from flexslurm.engine.checkpoint import Checkpoint, StoredTensor
 from flexslurm.engine.families import ModelInfo
+from flexslurm.engine.ownership import Piece
 from flexslurm.engine.shard import Part, ShardSpec
+from flexslurm.engine.weight_store import WeightStore, WeightView
 from flexslurm.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
@@ -26,17 +29,37 @@ Progress = Callable[[str, int, int], None]
 _PIECE_BYTES = 8 << 20
 
 
-class WeightSource(Protocol):
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A part of a stage whose bytes were newly taken."""
+
+    part: Part
+    tp_rank: int
+    dtype: torch.dtype
+    view: WeightView
+
+    @property
+    def piece(self) -> Piece:
+        return self.view.piece
+
+    def shaped(self, raw: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        """The indices `[lo, hi)` of the piece among its bytes, as the checkpoint has them."""
+        stored = raw.view(self.dtype).view(self.part.stored_shape(self.tp_rank))
+        stored = stored[lo - self.piece.lo : hi - self.piece.lo]
+        return stored.t() if self.part.transposed else stored
+
+
+class WeightFiller(Protocol):
     """Where the slices of a shard come from."""
 
     def check(self, spec: ShardSpec) -> None:
         """Raise ModelError if anything the spec asks for is not there; reads no weights."""
         ...
 
-    def read(self, part: Part, tp_rank: int, out: torch.Tensor) -> Iterator[int]:
-        """Copy this rank's slice into `out` (its local shape, any strides and dtype).
+    def fill(self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None) -> None:
+        """Fill the views, and say so to the store.
 
-        Yields the bytes of `out` as they are done, so that progress shows inside large tensors.
+        Raises ModelError where files are at fault, and whatever `progress` raises.
         """
         ...
 
@@ -61,17 +84,29 @@ class FileSource:
         for part in spec.parts:
             self._locate(part)
 
-    def read(self, part: Part, tp_rank: int, out: torch.Tensor) -> Iterator[int]:
+    def fill(self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None) -> None:
+        total = sum(need.piece.nbytes for need in needs)
+        done = 0
+        for need in needs:
+            piece = need.piece
+            with weights.filling(need.view) as raw:
+                out = need.shaped(raw, piece.lo, piece.hi)
+                for nbytes in self.read(need.part, piece.dim, piece.lo, piece.hi, out):
+                    done += nbytes
+                    if progress is not None:
+                        progress("weights", done, total)
+            weights.filled(need.view)
+
+    def read(self, part: Part, dim: int, lo: int, hi: int, out: torch.Tensor) -> Iterator[int]:
+        """Copy `[lo, hi)` along `dim` of a tensor into `out` (any strides and dtype).
+
+        Yields the bytes of `out` as they are done, so that progress shows inside large tensors.
+        """
         stored = self._locate(part)
-        start, stop = part.range(tp_rank)
         try:
             slices = self._file(stored.file).get_slice(stored.name)
             for first, last in _pieces(out):
-                piece = (
-                    slices[first:last, start:stop]
-                    if part.dim == 1
-                    else slices[start + first : start + last]
-                )
+                piece = slices[first:last, lo:hi] if dim == 1 else slices[lo + first : lo + last]
                 out[first:last].copy_(piece)
                 yield out[first:last].numel() * out.element_size()
         except (SafetensorError, OSError) as error:
@@ -94,23 +129,3 @@ def _pieces(out: torch.Tensor) -> Iterator[tuple[int, int]]:
     step = max(_PIECE_BYTES // row_bytes, 1)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
-
-
-def fill(
-    spec: ShardSpec,
-    views: Mapping[str, torch.Tensor],
-    source: WeightSource,
-    progress: Progress | None = None,
-) -> None:
-    """Load every part into `views[param]`; parts that are views of others are skipped.
-
-    Raises ModelError where files are at fault, and whatever `progress` raises.
-    """
-    own = [part for part in spec.parts if part.view_of is None]
-    total = sum(views[p.param].numel() * views[p.param].element_size() for p in own)
-    done = 0
-    for part in own:
-        for nbytes in source.read(part, spec.tp_rank, views[part.param]):
-            done += nbytes
-            if progress is not None:
-                progress("weights", done, total)

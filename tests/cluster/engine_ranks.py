@@ -86,7 +86,7 @@ class Rank:
                 stage_bytes(info, p.lo, p.hi, p.tp, p.tp_rank, p.dtype),
                 stage.kv_bytes,
                 kv_bytes(info, p.lo, p.hi, p.tp, p.tp_rank, p.dtype, 4, p.kv_blocks),
-                self.arena.used_by(p.owner) - stage.weights_bytes - stage.kv_bytes,
+                stage.used_bytes - stage.weights_bytes - stage.store.live_bytes,
             ))  # fmt: skip
         return found
 

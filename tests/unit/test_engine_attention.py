@@ -16,7 +16,7 @@ from flexslurm.engine import varlen
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.attention import AttentionStep, group_decodes, paged_attention
 from flexslurm.engine.batch import Batch, Span
-from flexslurm.engine.kv_store import KvShape, KvStore
+from flexslurm.engine.kv_store import NOWHERE, KvShape, KvStore
 from flexslurm.messages import Chunk, ChunkSampling, SamplingParams
 
 SAMPLE = ChunkSampling(params=SamplingParams(), position=0)
@@ -32,7 +32,7 @@ def arena() -> Iterator[Arena]:
 
 def store_of(arena: Arena, blocks: int = 40, block_tokens: int = BLOCK) -> KvStore:
     shape = KvShape(LAYERS, KV_HEADS, blocks, block_tokens, SIZE)
-    return KvStore(shape, torch.float64, arena, "e1")
+    return KvStore(shape, torch.float64, arena)
 
 
 def plain(
@@ -83,7 +83,9 @@ class World:
             )
             for s, new in sizes.items()
         ]  # fmt: skip
-        step = AttentionStep(self.store, Batch.from_chunks(chunks, self.block))
+        batch = Batch.from_chunks(chunks, self.block)
+        self.store.prepare(batch.opened_blocks, batch.continued_blocks, batch.read_blocks)
+        step = AttentionStep(self.store, batch)
         for layer in range(LAYERS):
             rows = [
                 torch.cat(
@@ -149,15 +151,16 @@ def test_old_contents_of_a_page_do_not_show(arena: Arena) -> None:
 def test_pages_may_be_anywhere(arena: Arena) -> None:
     """A live move rewrites the table and nothing else."""
     store = store_of(arena)
-    order = torch.randperm(store.shape.pages, generator=torch.Generator().manual_seed(5))
+    order = torch.randperm(len(store.pool), generator=torch.Generator().manual_seed(5))
     world = World(store, [11, 7], 0)
     world.feed({0: 6, 1: 3})
     moved = torch.empty_like(store.pool)
     moved[order] = store.pool.clone()
     store.pool.copy_(moved)
-    store.table.copy_(order[store.table])
-    world.feed({0: 1, 1: 3})
-    world.feed({1: 1, 0: 4})
+    there = store.cells != NOWHERE
+    store.cells[there] = order.numpy()[store.cells[there]]
+    world.feed({0: 1, 1: 1})
+    world.feed({0: 1})
 
 
 def test_a_page_is_one_run_of_bytes_that_can_be_sent(arena: Arena) -> None:
@@ -175,6 +178,7 @@ def test_a_page_is_one_run_of_bytes_that_can_be_sent(arena: Arena) -> None:
             page = run.view(torch.float64).view(2, BLOCK, SIZE)
             assert torch.equal(page[0], world.k[0][layer, head, BLOCK : 2 * BLOCK])
             assert torch.equal(page[1], world.v[0][layer, head, BLOCK : 2 * BLOCK])
+    store.prepare(range(store.shape.blocks), [], [])
     places = product(range(LAYERS), range(KV_HEADS), range(store.shape.blocks))
     pages = {store.page_run(*place).data_ptr() for place in places}
     assert len(pages) == store.shape.pages

@@ -214,13 +214,14 @@ def test_slices_are_read_in_pieces(
     monkeypatch.setattr("flexslurm.engine.weights._PIECE_BYTES", piece_bytes)
     name, shape = "self_attn.o_proj.weight", (48, 48)
     part = Part("layers.0." + name, 2, name, shape, dim, () if dim is None else (16, 24, 8))
+    axis, lo, hi = (0, 0, 48) if dim is None else (dim, *part.range(1))
     whole = load_file(tiny_model / "model.safetensors")[f"model.layers.2.{name}"]
     wanted = whole if dim is None else whole.narrow(dim, 16, 24)
     for transposed in (False, True):
         out = torch.zeros(wanted.shape[::-1] if transposed else wanted.shape, dtype=torch.float32)
         view = out.t() if transposed else out
         with FileSource(check_model(tiny_model)) as source:
-            done = list(source.read(part, 1, view))
+            done = list(source.read(part, axis, lo, hi, view))
         assert torch.equal(view, wanted.float())
         assert sum(done) == out.nbytes
         assert max(done) <= max(piece_bytes, wanted.shape[1] * 4)

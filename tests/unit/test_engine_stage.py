@@ -20,7 +20,8 @@ from flexslurm.engine.families import check_model
 from flexslurm.engine.footprint import aligned, block_bytes, kv_bytes, stage_bytes
 from flexslurm.engine.stage import StagePlan, build_stage
 from flexslurm.engine.tiny import TINY_FAMILIES
-from flexslurm.errors import CapacityError, ModelError
+from flexslurm.errors import CapacityError, ModelError, ProtocolError
+from flexslurm.messages import Chunk
 
 TinyModels = Callable[..., Path]
 LENGTHS = (1, 5, 19, 12)
@@ -224,20 +225,41 @@ def test_memory_is_what_the_estimate_says_to_the_byte(
 ) -> None:
     path = tiny_models(family, tied=tied)
     info = check_model(path)
-    cuts = (0, 1, 4, 6)
-    whole = build_stage(StagePlan(str(path), 9, 0, 6, 1, 0, dtype, 4, 5), arena)
-    stages = [*pipeline(path, cuts, arena, dtype=dtype, kv_blocks=5), whole]
-    for stage, lo, hi in zip(stages, (0, 1, 4, 0), (1, 4, 6, 6), strict=True):
+    stages = pipeline(path, (0, 1, 4, 6), arena, dtype=dtype, kv_blocks=5)
+    pages = 0
+    for stage, lo, hi in zip(stages, (0, 1, 4), (1, 4, 6), strict=True):
         assert stage.weights_bytes == stage_bytes(info, lo, hi, 1, 0, dtype)
         assert stage.kv_bytes == kv_bytes(info, lo, hi, 1, 0, dtype, 4, 5)
         assert stage.kv_bytes == aligned(5 * block_bytes(info, lo, hi, 1, 0, dtype, 4))
-        used = arena.used_by(stage.plan.owner)
-        assert used == stage.weights_bytes + stage.kv_bytes
-    assert arena.used_bytes == sum(s.weights_bytes + s.kv_bytes for s in stages)
+        assert stage.used_bytes == stage.weights_bytes
+        stage.store.prepare([3, 0], [], [])
+        pages += 2 * block_bytes(info, lo, hi, 1, 0, dtype, 4)
+    weights = sum(stage.weights_bytes for stage in stages)
+    assert arena.used_bytes == sum(stage.used_bytes for stage in stages) == weights + pages
     for stage in stages:
-        assert stage.close() == stage.weights_bytes + stage.kv_bytes
+        used = stage.used_bytes
+        assert stage.close() == used
         assert stage.close() == 0
     assert arena.used_bytes == 0
+
+
+def test_blocks_take_memory_from_their_first_token_until_they_are_freed(
+    tiny_model: Path, arena: Arena
+) -> None:
+    stage = pipeline(tiny_model, (0, 6), arena)[0]
+    block = block_bytes(check_model(tiny_model), 0, 6, 1, 0, "float64", 4)
+    line = Line("s", tuple(range(13)), 9, (7, 3, 5, 1, 60))
+    used = []
+    for _ in range(4):
+        stage.forward(Batch.from_chunks([chunk_of(line, 4)], 4))
+        used.append(arena.used_bytes - stage.weights_bytes)
+    assert used == [block, 2 * block, 3 * block, 4 * block]
+    stage.free((3, 60, 3))
+    assert arena.used_bytes - stage.weights_bytes == 3 * block
+    with pytest.raises(ProtocolError, match="reads block 3, which holds nothing"):
+        stage.forward(
+            Batch.from_chunks([Chunk(seq_id="s", tokens=(1,), start=13, blocks=line.blocks)], 4)
+        )
 
 
 def test_every_parameter_is_a_view_of_the_arena(tiny_model: Path, arena: Arena) -> None:
@@ -270,8 +292,10 @@ def test_an_arena_too_small_says_by_how_much_and_is_left_empty(tiny_model: Path)
     need = stage_bytes(info, 0, 6, 1, 0, "float64") + kv_bytes(info, 0, 6, 1, 0, "float64", 4, 9)
     plan = StagePlan(str(tiny_model), 1, 0, 6, 1, 0, "float64", 4, 9)
     exact = Arena(need)
-    build_stage(plan, exact)
+    stage = build_stage(plan, exact)
+    stage.store.prepare(range(9), [], [])
     assert exact.free_bytes == 0
+    exact.check_integrity()
     short = Arena(need - 256)
     with pytest.raises(CapacityError, match="256 bytes short"):
         build_stage(plan, short)
