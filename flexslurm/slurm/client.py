@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from flexslurm.slurm.command import Completed, clean_env, failure, run
 from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
 from flexslurm.slurm.jobs import JobInfo
-from flexslurm.slurm.nodelist import expand
+from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.records import optional, parse_records, parse_settings
 from flexslurm.slurm.states import NodeState, node_state
-from flexslurm.slurm.times import parse_duration
+from flexslurm.slurm.times import told_duration
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 _GONE = ("invalid job id", "already completing or completed", "job/step already")
@@ -32,6 +32,8 @@ _GONE = ("invalid job id", "already completing or completed", "job/step already"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
+    """One node, as `scontrol show node` tells it."""
+
     name: str
     state: NodeState
     gres: tuple[Gres, ...]
@@ -49,6 +51,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class PartitionInfo:
+    """One partition, as `scontrol show partition` tells it; times None: no limit."""
+
     name: str
     nodes: tuple[str, ...]
     up: bool
@@ -168,10 +172,6 @@ class SlurmClient:
         if done.code and not _only_gone(done):
             raise failure(done)
 
-    def signal_steps(self, job_id: str, signal: str) -> None:
-        """Signal the job's steps, not its batch shell (`scancel -s`), as preemption does."""
-        self.call("scancel", f"--signal={signal}", parse_job_id(job_id).base)
-
     def requeue(self, job_id: str) -> None:
         self.call("scontrol", "requeue", parse_job_id(job_id).base)
 
@@ -181,9 +181,10 @@ def _only_gone(done: Completed) -> bool:
     return bool(lines) and all(any(word in line for word in _GONE) for line in lines)
 
 
-def _quietly(read: Callable[[str], list[Gres]], text: str) -> tuple[Gres, ...]:
+def _gres(text: str) -> tuple[Gres, ...]:
+    """A node's GRES; nothing where they cannot be read: other nodes still can."""
     try:
-        return tuple(read(text))
+        return tuple(parse_gres(text))
     except SlurmError:
         return ()
 
@@ -192,7 +193,7 @@ def _node_info(record: Mapping[str, str]) -> NodeInfo:
     return NodeInfo(
         name=record["NodeName"],
         state=node_state(record.get("State", "")),
-        gres=_quietly(parse_gres, record.get("Gres", "")),
+        gres=_gres(record.get("Gres", "")),
         cpus=_number(record.get("CPUTot")),
         memory_bytes=_number(record.get("RealMemory")) * 2**20,
         partitions=tuple(filter(None, record.get("Partitions", "").split(","))),
@@ -204,29 +205,15 @@ def _node_info(record: Mapping[str, str]) -> NodeInfo:
 def _partition_info(record: Mapping[str, str]) -> PartitionInfo:
     return PartitionInfo(
         name=record["PartitionName"],
-        nodes=tuple(_quiet_nodes(record.get("Nodes", ""))),
+        nodes=expand_told(record.get("Nodes", "")),
         up=record.get("State", "UP").upper() == "UP",
         preempt_mode=record.get("PreemptMode", "OFF"),
         priority_tier=_number(record.get("PriorityTier")),
         grace_s=float(_number(record.get("GraceTime"))),
-        max_time_s=_quiet_duration(record.get("MaxTime", "")),
-        default_time_s=_quiet_duration(record.get("DefaultTime", "")),
+        max_time_s=told_duration(record.get("MaxTime", "")),
+        default_time_s=told_duration(record.get("DefaultTime", "")),
         default=record.get("Default", "NO").upper() == "YES",
     )
-
-
-def _quiet_nodes(text: str) -> list[str]:
-    try:
-        return expand(text)
-    except SlurmError:
-        return []
-
-
-def _quiet_duration(text: str) -> float | None:
-    try:
-        return parse_duration(text)
-    except SlurmError:
-        return None
 
 
 def _number(text: str | None) -> int:

@@ -1,4 +1,4 @@
-"""Slurm's GRES and TRES strings (`gpu:a100:4(IDX:0-3)`, `gres/gpu:a100=4`); asks nothing."""
+"""Slurm's GRES strings (`gpu:a100:4(IDX:0-3)`, `gres/gpu:a100=4`); asks nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _COUNT = re.compile(r"^(\d{1,15})([KkMmGgTtPp]?)$", re.ASCII)
 _SCALE = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DETAIL = re.compile(r"\(([A-Za-z_]+):([^()]*)\)")
 _MIG = re.compile(r"^\d+[gc]\.\d+(gb|c)?", re.IGNORECASE)
-_SHARED = frozenset({"mps", "shard"})
 _MAX_INDEX = 4096
 
 
@@ -100,22 +99,6 @@ def _indices(text: str) -> tuple[int, ...]:
 
 def _whole(text: str) -> bool:
     return text.isascii() and text.isdigit()
-
-
-def parse_tres(text: str) -> dict[str, int]:
-    """`cpu=2,mem=2000M,gres/gpu:a100=4` as numbers, memory in bytes; unreadable parts left out."""
-    found: dict[str, int] = {}
-    if text.strip().lower() in _NOTHING:
-        return found
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
-        number = _COUNT.match(value.strip())
-        if equals and number is not None:
-            scale = _SCALE[number[2].lower()]
-            if key.strip() == "mem" and not number[2]:
-                scale = 2**20
-            found[key.strip()] = int(number[1]) * scale
-    return found
 
 
 def gpus_of(entries: list[Gres]) -> dict[str | None, int]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from flexslurm.errors import SlurmError
 from flexslurm.slurm.jobids import parse_job_id
-from flexslurm.slurm.nodelist import expand
+from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.records import optional
 from flexslurm.slurm.states import JobState, is_held, job_state, reason_in_words
-from flexslurm.slurm.times import parse_duration, parse_time
+from flexslurm.slurm.times import parse_time, told_duration
 
 SEPARATOR = "\x1f"
 
@@ -104,7 +104,7 @@ def job_info(row: Mapping[str, str], now: float, grace_s: Mapping[str, float]) -
     state = job_state(row.get("state", ""))
     reason = row.get("reason", "")
     end = parse_time(row.get("endtime", ""))
-    limit = _or_none(row.get("timelimit", ""))
+    limit = told_duration(row.get("timelimit", ""))
     started = parse_time(row.get("starttime", ""))
     running = state in (JobState.RUNNING, JobState.COMPLETING, JobState.SUSPENDED)
     end_in = end - now if running and end is not None and limit is not None else None
@@ -112,7 +112,7 @@ def job_info(row: Mapping[str, str], now: float, grace_s: Mapping[str, float]) -
         id=_plain_id(row),
         state=state,
         reason=reason_in_words(reason),
-        nodes=_nodes(row.get("nodelist", "")),
+        nodes=expand_told(row.get("nodelist", "")),
         preempt_in_s=_preempt_in(row, now, end, grace_s) if running else None,
         end_in_s=end_in,
         restarts=_integer(row.get("restartcnt", "")) or 0,
@@ -141,20 +141,6 @@ def _plain_id(row: Mapping[str, str]) -> str:
         return parse_job_id(row.get("jobid", "")).base
     except SlurmError:
         return row.get("jobid", "")
-
-
-def _nodes(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(expand(text))
-    except SlurmError:
-        return ()
-
-
-def _or_none(text: str) -> float | None:
-    try:
-        return parse_duration(text)
-    except SlurmError:
-        return None
 
 
 def _integer(text: str) -> int | None:

@@ -42,6 +42,14 @@ def expand(text: str) -> list[str]:
     return list(names)
 
 
+def expand_told(text: str) -> tuple[str, ...]:
+    """As `expand`, for what a Slurm command printed: nothing for a list that cannot be read."""
+    try:
+        return tuple(expand(text))
+    except SlurmError:
+        return ()
+
+
 def _items(text: str) -> list[str]:
     """Split at commas and blanks outside of brackets."""
     items, item, depth = [], "", 0

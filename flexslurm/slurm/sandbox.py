@@ -72,6 +72,10 @@ class Sandbox:
         """The site file that `up` writes: this cluster with virtual GPUs."""
         return self.home / "site.yaml"
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.home / "sandbox.lock"
+
     def site_yaml(self) -> str:
         """The text of that file; the configuration of a sandbox that is up wins over ours."""
         state = self._state()
@@ -165,7 +169,7 @@ class Sandbox:
         """Hold the directory's lock: one `up` or `down` at a time."""
         try:
             self.home.mkdir(parents=True, exist_ok=True)
-            handle = (self.home / "sandbox.lock").open("a")
+            handle = self._lock_file.open("a")
         except OSError as error:
             raise EnvironmentFault(f"cannot use {self.home}: {error.strerror}") from error
         deadline = time.monotonic() + timeout_s
@@ -230,21 +234,7 @@ class Sandbox:
         wanted = set(config.all_nodes())
         last = ""
         while time.monotonic() < deadline:
-            if any(
-                "address already in use" in text.lower() for text in sandbox_host.log_texts(layout)
-            ):
-                raise _PortTaken
-            if len(self._daemons()) < len(wanted) + 2:
-                time.sleep(0.3)  # one that died may still be writing why
-                if any(
-                    "address already in use" in text.lower()
-                    for text in sandbox_host.log_texts(layout)
-                ):
-                    raise _PortTaken
-                if len(self._daemons()) < len(wanted) + 2:
-                    raise EnvironmentFault(
-                        "a daemon ended at once", hint=sandbox_host.last_words(layout)
-                    )
+            self._check_daemons(layout, len(wanted) + 2)
             try:
                 out = self._slurm(["sinfo", "-h", "-N", "-o", "%N|%T"], timeout_s=10)
                 idle = {line.split("|")[0] for line in out.split() if line.endswith("|idle")}
@@ -259,6 +249,17 @@ class Sandbox:
             f"the nodes were not idle in time: {' '.join(last.split())}",
             hint=sandbox_host.last_words(layout),
         )
+
+    def _check_daemons(self, layout: Layout, count: int) -> None:
+        """Raise _PortTaken, or EnvironmentFault where one of `count` has ended otherwise."""
+        for grace_s in (0.3, 0.0):
+            texts = sandbox_host.log_texts(layout)
+            if any("address already in use" in text.lower() for text in texts):
+                raise _PortTaken
+            if len(self._daemons()) >= count:
+                return
+            time.sleep(grace_s)  # one that died may still be writing why
+        raise EnvironmentFault("a daemon ended at once", hint=sandbox_host.last_words(layout))
 
     def _prove(self, config: SandboxConfig, deadline: float) -> None:
         """Run a step on every node, so that credentials, ports and spools are known to work."""
@@ -287,7 +288,7 @@ class Sandbox:
             (self.home / name).unlink(missing_ok=True)
 
     def _remove_home(self) -> None:
-        (self.home / "sandbox.lock").unlink(missing_ok=True)
+        self._lock_file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: other files are not ours
             self.home.rmdir()
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from flexslurm.config.schema import Section, load_section
-from flexslurm.config.units import Bytes, BytesPerS, Seconds
+from flexslurm.config.units import Bytes, BytesPerS, FlopsPerS, Seconds
 
 _NAME = r"^[a-z][a-z0-9-]{0,30}$"
 
@@ -16,7 +16,7 @@ _NAME = r"^[a-z][a-z0-9-]{0,30}$"
 class SandboxNodes(Section):
     """A run of equal nodes, NAME1 … NAMEn."""
 
-    count: int = Field(1, ge=1, le=64)
+    count: int = Field(1, ge=1, le=64, description="Nodes of this kind.")
     prefix: str | None = Field(None, pattern=_NAME, description="Default: the group's name.")
     gpu_type: str | None = Field(None, description="A key of gpu_types.")
     gpus: int = Field(0, ge=0, le=64, description="GPUs of one node.")
@@ -34,7 +34,7 @@ class SandboxPartition(Section):
     """A partition over some of the node groups."""
 
     nodes: list[str] = Field(min_length=1, description="Names of node groups.")
-    default: bool = False
+    default: bool = Field(False, description="Where jobs go that name no partition.")
     priority_tier: int = Field(1, ge=1, le=65533, description="A higher tier preempts a lower.")
     preempt_mode: Literal["REQUEUE", "CANCEL", "OFF"] = Field(
         "OFF", description="What happens to this partition's jobs when a higher tier wants nodes."
@@ -46,10 +46,10 @@ class SandboxPartition(Section):
 class SandboxGpu(Section):
     """A virtual GPU type, as written to the site file."""
 
-    memory: Bytes = Field(2**30)
-    speed: float = Field(1.0, gt=0, le=1)
-    memory_bandwidth: BytesPerS = Field(20e9)
-    flops: float = Field(1e11, gt=0)
+    memory: Bytes = Field(2**30, description="What weights and KV cache must fit in.")
+    speed: float = Field(1.0, gt=0, le=1, description="1 adds nothing; 0.5 takes twice as long.")
+    memory_bandwidth: BytesPerS = Field(20e9, description="For the planner.")
+    flops: FlopsPerS = Field(1e11, description="FLOP/s, for the planner.")
     link_bandwidth: BytesPerS = Field(5e9, description="Between GPUs of one node.")
 
 

@@ -38,10 +38,6 @@ class Layout:
         return self.home / "sandbox.json"
 
     @property
-    def lock_file(self) -> Path:
-        return self.home / "sandbox.lock"
-
-    @property
     def log(self) -> Path:
         return self.home / "log"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from flexslurm.config.units import COMPUTE, RATE, SIZE, TIME
 from flexslurm.slurm.sandbox_config import SandboxConfig, SandboxGpu, SandboxPartition
 
 _HEADER = "# The cluster that `flexslurm sandbox up` brings up, with virtual GPUs.\n"
@@ -14,7 +15,7 @@ _HEADER = "# The cluster that `flexslurm sandbox up` brings up, with virtual GPU
 
 def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
     """A site file; without `conf` it reaches the Slurm that SLURM_CONF in the environment names."""
-    slurm: dict[str, Any] = {"poll_interval": "1s", "kill_wait": _seconds(config.kill_wait)}
+    slurm: dict[str, Any] = {"poll_interval": "1s", "kill_wait": TIME.show(config.kill_wait)}
     if conf is not None:
         slurm = {"conf": str(conf), **slurm}
     data: dict[str, Any] = {
@@ -35,10 +36,10 @@ def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
 
 def _gpu(gpu: SandboxGpu) -> dict[str, Any]:
     return {
-        "memory": _bytes(gpu.memory),
-        "memory_bandwidth": f"{gpu.memory_bandwidth / 1e9:g}GB/s",
-        "flops": f"{gpu.flops / 1e9:g}GFLOPS",
-        "gpu_link": {"bandwidth": f"{gpu.link_bandwidth / 1e9:g}GB/s", "latency": "10us"},
+        "memory": SIZE.show(gpu.memory),
+        "memory_bandwidth": RATE.show(gpu.memory_bandwidth),
+        "flops": COMPUTE.show(gpu.flops),
+        "gpu_link": {"bandwidth": RATE.show(gpu.link_bandwidth), "latency": "10us"},
         "virtual": {"pacing": "as-it-comes", "speed": gpu.speed},
     }
 
@@ -53,9 +54,9 @@ def _partition(config: SandboxConfig, partition: SandboxPartition) -> dict[str, 
     data["preemptible"] = preemptible
     if preemptible:
         data["requeue"] = partition.preempt_mode == "REQUEUE"
-        data["grace"] = _seconds(partition.grace)
+        data["grace"] = TIME.show(partition.grace)
     if partition.max_time is not None:
-        data["max_walltime"] = _seconds(partition.max_time)
+        data["max_walltime"] = TIME.show(partition.max_time)
     return data
 
 
@@ -65,14 +66,3 @@ def _preempted(config: SandboxConfig, partition: SandboxPartition) -> bool:
         other.priority_tier > partition.priority_tier and set(other.nodes) & set(partition.nodes)
         for other in config.partitions.values()
     )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:g}s"
-
-
-def _bytes(value: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if value >= size and value % size == 0:
-            return f"{value // size}{unit}"
-    return str(value)

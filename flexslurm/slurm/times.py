@@ -44,6 +44,14 @@ def parse_duration(text: str) -> float | None:
     return None if total == _YEAR_S else total
 
 
+def told_duration(text: str) -> float | None:
+    """As `parse_duration`, for what a Slurm command printed: None also for what cannot be read."""
+    try:
+        return parse_duration(text)
+    except SlurmError:
+        return None
+
+
 def format_duration(seconds: float) -> str:
     """For `--time`: whole minutes rounded up, as `D-HH:MM:SS`."""
     minutes = max(1, -(-round(seconds) // 60))

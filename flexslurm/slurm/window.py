@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexslurm.config.site import Partition, Site
-from flexslurm.errors import SlurmError
 from flexslurm.slurm.client import PartitionInfo
-from flexslurm.slurm.times import parse_duration
+from flexslurm.slurm.times import told_duration
 
 _SECONDS = re.compile(r"^(\d{1,9})\s*(?:sec|s)?$", re.ASCII)
 
@@ -81,7 +80,7 @@ def slurm_window(
         preemptible=by_priority and mode != "OFF" and above,
         grace_s=info.grace_s,
         kill_wait_s=_seconds(config.get("KillWait", "")) or 30.0,
-        exempt_s=_exempt(config.get("PreemptExemptTime", "")),
+        exempt_s=told_duration(config.get("PreemptExemptTime", "")) or 0.0,
         # Our jobs ask for --requeue, so JobRequeue does not matter.
         requeued=mode == "REQUEUE",
         user_signal=_sends_user_signal(config),
@@ -104,13 +103,6 @@ def _sends_user_signal(config: Mapping[str, str]) -> bool:
 def _seconds(text: str) -> float | None:
     match = _SECONDS.match(text.strip())
     return float(match[1]) if match else None
-
-
-def _exempt(text: str) -> float:
-    try:
-        return parse_duration(text) or 0.0
-    except SlurmError:
-        return 0.0
 
 
 def disagreements(

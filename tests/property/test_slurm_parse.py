@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.errors import FlexslurmError
-from flexslurm.slurm.gres import parse_gres, parse_tres
+from flexslurm.slurm.gres import parse_gres
 from flexslurm.slurm.jobids import parse_job_id, submitted_id
 from flexslurm.slurm.jobs import FIELDS, SEPARATOR, job_info, split_rows
 from flexslurm.slurm.nodelist import compress, expand, expand_counts
@@ -65,7 +65,6 @@ def test_no_text_ends_in_a_traceback(text: str) -> None:
     assert isinstance(job_state(text), JobState)
     assert isinstance(node_state(text).base, str)
     assert isinstance(reason_in_words(text), str)
-    parse_tres(text)
     parse_time(text)
     parse_settings(text)
     parse_records(f"JobId=1 {text}\n{text}", "JobId")

@@ -7,7 +7,7 @@ import calendar
 import pytest
 
 from flexslurm.errors import SlurmError
-from flexslurm.slurm.gres import Gres, gpus_of, parse_gres, parse_tres
+from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
 from flexslurm.slurm.states import JobState, is_held, job_state, node_state, reason_in_words
 from flexslurm.slurm.times import format_duration, parse_duration, parse_time
@@ -58,14 +58,6 @@ def test_a_typo_is_put_right() -> None:
 def test_only_whole_gpus_count() -> None:
     entries = parse_gres("gpu:h100:2,gpu:1g.10gb:7,mps:400,shard:8,gpu:h100:1,gpu:3")
     assert gpus_of(entries) == {"h100": 3, None: 3}
-
-
-def test_tres() -> None:
-    text = "cpu=2,mem=2000M,node=1,billing=2,gres/gpu:a100=4,odd,x=y"
-    assert parse_tres(text) == {
-        "cpu": 2, "mem": 2000 * 2**20, "node": 1, "billing": 2, "gres/gpu:a100": 4,
-    }  # fmt: skip
-    assert parse_tres("(null)") == {}
 
 
 # ------------------------------------------------------------------------------------ job ids
