@@ -78,13 +78,17 @@ class Builder:
 
     def _load_s(self, stages: tuple[PlannedStage, ...]) -> float:
         """Seconds in which the slowest GPU reads its weights from shared storage."""
-        spec, topology = self.problem.spec, self.problem.topology
-        return max(
-            spec.stage_weight_bytes(s.lo, s.hi, s.kind.tp, rank)
-            / topology.gpu(s.kind.gpu_type).storage_bandwidth
-            for s in stages
-            for rank in range(s.kind.tp)
+        return max(self._stage_load_s(stage) for stage in stages)
+
+    def _stage_load_s(self, stage: PlannedStage) -> float:
+        kind, profile = stage.kind, self.problem.profiles.get(stage.kind)
+        if profile is not None and profile.load_layer_s > 0:
+            return profile.load_layer_s * (stage.hi - stage.lo)
+        most = max(
+            self.problem.spec.stage_weight_bytes(stage.lo, stage.hi, kind.tp, rank)
+            for rank in range(kind.tp)
         )
+        return most / self.problem.topology.gpu(kind.gpu_type).storage_bandwidth
 
     def _margins(self, stages: tuple[PlannedStage, ...]) -> tuple[int, ...]:
         """Bytes of each stage's fullest GPU that neither weights nor the replica's KV take."""

@@ -159,7 +159,7 @@ def stage_cost(
     first, last = lo == 0, hi == served
     layers = b - a
     weights = _between(sums.weights, a, b) + (sums.last if last else 0.0)
-    activation = spec.hidden * DTYPE_BYTES[spec.other_dtype or spec.dtype]
+    activation = spec.activation_bytes
     hops = 2 * (tp - 1)
     reduce_latency = 2 * layers * hops * gpu.link.latency_s
     reduce_token = 2 * layers * (hops / tp) * activation / gpu.link.bandwidth

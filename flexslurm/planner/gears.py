@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
+from flexslurm.planner.problem import StageKind
+from flexslurm.planner.profiles import Profile
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
@@ -18,6 +20,7 @@ def plan_gear(
     signature: Signature,
     *,
     acted: Mapping[str, ModelSpec] | None = None,
+    profiles: Mapping[StageKind, Profile] | None = None,
 ) -> Gear | NoGear:
     """The best gear for a signature; for several, make a `Planner` of the largest.
 
@@ -25,4 +28,4 @@ def plan_gear(
     sequences, what holds shorter ones; the gear's reason says so. NoGear where the model does not
     fit. Raises ConfigError for a GPU type that the topology does not define.
     """
-    return Planner(spec, topology, goal, signature, acted=acted).plan(signature)
+    return Planner(spec, topology, goal, signature, acted=acted, profiles=profiles).plan(signature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -22,6 +22,7 @@ def inputs_hash(
     goal: Goal,
     pool: Signature,
     acted: Mapping[str, ModelSpec] | None = None,
+    profiles: Iterable[object] = (),
 ) -> str:
     """32 hexadecimal digits."""
     used = {shape.gpu_type: topology.gpu(shape.gpu_type) for shape, _ in pool.counts}
@@ -32,6 +33,7 @@ def inputs_hash(
         goal,
         pool,
         dict(acted or {}),
+        list(profiles),
     )
     text = msgspec.json.encode(parts, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:32]

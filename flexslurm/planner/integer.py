@@ -71,7 +71,8 @@ class Programme:
             rows[len(self.kinds) + self.shapes.index(shape), column] = 1
         return rows
 
-    def _limits(self, signature: Signature) -> Floats:
+    def limits(self, signature: Signature) -> Floats:
+        """The right-hand sides of the matrix's rows."""
         counts = dict(signature.counts)
         nodes = [float(counts.get(shape, 0)) for shape in self.shapes]
         return np.array([0.0] * len(self.kinds) + nodes)
@@ -86,7 +87,7 @@ class Programme:
         costs = np.concatenate([-self.worth, np.zeros(len(self.cuts))])
         found = milp(
             costs,
-            constraints=LinearConstraint(csr_array(self.matrix), ub=self._limits(signature)),
+            constraints=LinearConstraint(csr_array(self.matrix), ub=self.limits(signature)),
             integrality=np.ones(len(costs)),
             bounds=Bounds(0, np.inf),
             options={"mip_rel_gap": gap, "time_limit": limit_s},
@@ -105,7 +106,7 @@ class Programme:
         if not self.columns:
             return Prices(0.0, {}, {})
         costs = np.concatenate([-self.worth, np.zeros(len(self.cuts))])
-        found = linprog(costs, A_ub=self.matrix, b_ub=self._limits(signature), method="highs-ds")
+        found = linprog(costs, A_ub=self.matrix, b_ub=self.limits(signature), method="highs-ds")
         assert found.status == 0, found.message
         prices = np.maximum(0.0, -found.ineqlin.marginals)
         groups = dict(zip(self.kinds, prices[: len(self.kinds)].tolist(), strict=True))

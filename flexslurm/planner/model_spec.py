@@ -239,6 +239,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return DTYPE_BYTES[self.kv_dtype or self.other_dtype or self.dtype]
 
     @property
+    def activation_bytes(self) -> int:
+        """What one token is between two stages."""
+        return self.hidden * DTYPE_BYTES[self.other_dtype or self.dtype]
+
+    @property
     def page_numbers(self) -> int:
         """Numbers of one KV head of one layer for one token: K and V, or the latent entry."""
         return self.head_dim if self.latent else 2 * self.head_dim

@@ -19,10 +19,12 @@ from flexslurm.planner.generate import Bound, generate
 from flexslurm.planner.integer import Programme
 from flexslurm.planner.lattice import Lattice
 from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.objectives import SAFETY, fewest_gpus
 from flexslurm.planner.pricing import Pricer
-from flexslurm.planner.problem import Problem, Tier
+from flexslurm.planner.problem import Problem, StageKind, Tier
+from flexslurm.planner.profiles import Profile
 from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal
+from flexslurm.planner.workload import Goal, Objective, Slo
 
 MAX_DEPTH = 8
 """Stages of a pipeline that are looked at, where the weakest GPU type does not need more."""
@@ -48,6 +50,13 @@ class Choice(msgspec.Struct, frozen=True):
     key: int
     bound_tokens_per_s: float
     """No plan is worth more."""
+    reason: str = ""
+
+    @property
+    def gap(self) -> float:
+        """No plan is better by more than this share of itself; 0: it is exact."""
+        found, most = key_worth(self.key), self.bound_tokens_per_s
+        return round(1 - found / most, 6) if most > found else 0.0
 
 
 class Planner:
@@ -61,28 +70,87 @@ class Planner:
         pool: Signature,
         *,
         acted: Mapping[str, ModelSpec] | None = None,
+        profiles: Mapping[StageKind, Profile] | None = None,
     ) -> None:
         for shape, _ in pool.counts:
             topology.gpu(shape.gpu_type)
         self.pool = pool
-        self.problem = Problem(spec, topology, goal, acted)
+        self.problem = Problem(spec, topology, goal, acted, profiles)
         self.builder = Builder(self.problem)
         self._solvers: dict[Tier, Solver] = {}
 
     def plan(self, signature: Signature) -> Gear | NoGear:
         """The best gear of a signature within the pool."""
-        choice = self.choose(signature)
+        return self.gear_of(signature, self.choose(signature))
+
+    def gear_of(self, signature: Signature, choice: Choice | None) -> Gear | NoGear:
+        """The gear of a plan; without one, why there is none."""
         if choice is None:
             return no_gear(self.problem, signature)
-        return self.builder.gear(signature, choice.plan, choice.tier, TIERS[choice.tier])
+        return self.builder.gear(signature, choice.plan, choice.tier, choice.reason)
 
     def choose(self, signature: Signature) -> Choice | None:
         """The best plan of a signature, or None where the model does not fit."""
         for tier in TIERS:
             choice = self.solver(tier).choose(signature)
             if choice.plan:
-                return choice
+                return self.adapt(choice, signature)
         return None
+
+    def adapt(self, best: Choice, signature: Signature) -> Choice:
+        """From the plan with most tokens per second to the one for the goal's objective."""
+        goal = self.problem.goal
+        best = msgspec.structs.replace(best, reason=TIERS[best.tier])
+        rate = goal.workload.rate
+        wanted = rate * self.problem.workload.output_tokens if rate else 0.0
+        if goal.objective is Objective.THROUGHPUT:
+            return best
+        if wanted > key_worth(best.key) * (1 + SAFETY):
+            return msgspec.structs.replace(
+                best, reason=f"{best.reason}; the rate of {rate:g}/s is more than these GPUs give"
+            )
+        if goal.objective is Objective.GPUS:
+            return self._fewest(best, signature, wanted)
+        return self._quickest(best, signature, wanted)
+
+    def _fewest(self, best: Choice, signature: Signature, wanted: float) -> Choice:
+        solver = self.solver(best.tier)
+        plan = fewest_gpus(solver.programme, signature, wanted)
+        if not plan:
+            return best
+        key = sum(column.key * times for column, times in plan.items())
+        return Choice(best.tier, plan, key, key_worth(key), "fewest GPUs that keep up")
+
+    def _quickest(self, best: Choice, signature: Signature, wanted: float) -> Choice:
+        """Lower the TPOT target as far as the rate, or any pipeline, can still be had."""
+        low, found = 0.0, best
+        high = self._tpot_s(found)
+        for _ in range(40):
+            near = low > high * 0.995
+            middle = high * (1 - 1e-9) if near else (max(low, high / 8) * high) ** 0.5
+            slower = self._within(middle, best.tier, signature)
+            if slower.plan and key_worth(slower.key) >= wanted * (1 - SAFETY):
+                found, high = slower, self._tpot_s(slower)
+            elif near:
+                break
+            else:
+                low = middle
+        return msgspec.structs.replace(
+            found, bound_tokens_per_s=key_worth(found.key), reason="lowest time per token"
+        )
+
+    def _within(self, tpot_s: float, tier: Tier, signature: Signature) -> Choice:
+        """The plan with most tokens per second under this TPOT target."""
+        goal = self.problem.goal
+        slo = msgspec.structs.replace(goal.slo, tpot_s=tpot_s)
+        if not tier.slo:
+            slo = Slo(None, tpot_s)
+        problem = self.problem.with_goal(msgspec.structs.replace(goal, slo=slo))
+        return Solver(problem, signature, Tier(context=tier.context)).choose(signature)
+
+    def _tpot_s(self, choice: Choice) -> float:
+        """The slowest pipeline's."""
+        return max(self.builder.pipeline(c, choice.tier).tpot_s for c in choice.plan)
 
     def solver(self, tier: Tier) -> Solver:
         if tier not in self._solvers:

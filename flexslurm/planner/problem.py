@@ -7,8 +7,8 @@ Everything is by `[lo, hi]`, the layers `[lo, hi)`; embedding and head are charg
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -35,6 +35,21 @@ Need = tuple[tuple[StageKind, int], ...]
 """A multiset of stage kinds, sorted: what one pipeline takes."""
 
 
+class StepTimes(Protocol):
+    """Measured times of one stage kind, see `profiles.Profile`."""
+
+    def layer_s(self, new_tokens: float, context_tokens: float, pairs: float) -> float: ...
+
+    @property
+    def first(self) -> Callable[[float], float]: ...
+
+    @property
+    def last(self) -> Callable[[float], float]: ...
+
+    @property
+    def load_layer_s(self) -> float: ...
+
+
 class Tier(msgspec.Struct, frozen=True):
     """What is given up when nothing meets all that was asked for."""
 
@@ -47,7 +62,8 @@ class Tier(msgspec.Struct, frozen=True):
 class Problem:
     """A model, the GPU types it may run on, and what the plan is for.
 
-    `acted` maps the model names that virtual GPUs act out to their specs.
+    `acted` maps the model names that virtual GPUs act out to their specs. `profiles` are measured
+    times, which replace the formula.
     """
 
     def __init__(
@@ -56,7 +72,9 @@ class Problem:
         topology: Topology,
         goal: Goal,
         acted: Mapping[str, ModelSpec] | None = None,
+        profiles: Mapping[StageKind, StepTimes] | None = None,
     ) -> None:
+        self.profiles = dict(profiles or {})
         self.spec, self.topology, self.goal = spec, topology, goal
         self.slo, self.limits = goal.slo, goal.limits
         self.acted = acted or {}
@@ -71,6 +89,10 @@ class Problem:
         self._blocks: dict[StageKind, Ints] = {}
         self._times: dict[tuple[StageKind, int, bool], Floats] = {}
         self._coefficients: dict[StageKind, Floats] = {}
+
+    def with_goal(self, goal: Goal) -> Problem:
+        """The same model and GPUs for another goal."""
+        return Problem(self.spec, self.topology, goal, self.acted, self.profiles)
 
     # ---------------------------------------------------------------------------------- kinds
 
@@ -133,7 +155,7 @@ class Problem:
 
     def _step_times(self, kind: StageKind, slots: int, full: bool) -> Floats:
         size = self.layers + 1
-        if kind not in self._coefficients:
+        if kind not in self._coefficients and kind not in self.profiles:
             self._coefficients[kind] = self._gather(kind)
         load, budget = self.load, self.limits.max_batch_tokens
         new, context = slots * load.new_tokens, slots * load.context_tokens
@@ -144,8 +166,26 @@ class Problem:
             new, sampled = float(chunk + others), float(others + 1)
             pairs = others * load.context_tokens + chunk * load.prompt_tokens
             context = others * load.context_tokens + load.prompt_tokens
+        profile = self.profiles.get(kind)
+        if profile is not None:
+            layer_s = profile.layer_s(new, context, pairs)
+            return self._profiled(kind, layer_s, (profile.first(new), profile.last(sampled)), new)
         result = step_times(self._coefficients[kind], new, context, sampled, pairs)
         result[np.tril_indices(size)] = np.inf
+        return result
+
+    def _profiled(
+        self, kind: StageKind, layer_s: float, ends_s: tuple[float, float], new: float
+    ) -> Floats:
+        """Step times from a measured layer; the send to the next stage is still computed."""
+        size = self.layers + 1
+        link = self.topology.node_link
+        depth = np.arange(size)[None, :] - np.arange(size)[:, None]
+        send = link.latency_s + new * self.spec.activation_bytes / link.bandwidth
+        result = np.asarray(depth * layer_s + send, dtype=np.float64)
+        result[:, -1] += ends_s[1] - send
+        result[0, :] += ends_s[0]
+        result[depth <= 0] = np.inf
         return result
 
     def _gather(self, kind: StageKind) -> Floats:

@@ -64,40 +64,51 @@ def signature_of(pilots: Sequence[Pilots], counts: Sequence[int]) -> Signature:
     return Signature(tuple(sorted((shape, n) for shape, n in total.items() if n)))
 
 
-def make_table(
+def plans(
     planner: Planner, pilots: Sequence[Pilots], progress: Progress = lambda done, total: None
-) -> bytes:
-    """The table of all allocations of these pilots, which the planner's pool must cover."""
+) -> Iterator[tuple[Signature, Choice | None]]:
+    """The plan of every allocation of these pilots, which the planner's pool must cover.
+
+    Raises ConfigError where there are too many.
+    """
     total = int(np.prod([p.count + 1 for p in pilots], dtype=np.int64))
     if total > MOST_ENTRIES:
         raise ConfigError(
             f"the pool has {total:,} allocations, a table holds at most {MOST_ENTRIES:,}",
             hint="plan in larger pilots, or for fewer of them",
         )
-    filler = _Filler(planner, pilots)
+    composers = [_Composer(planner, pilots, tier) for tier in TIERS]
     for done, counts in enumerate(allocations(pilots), start=1):
-        filler.add(counts)
+        signature = signature_of(pilots, counts)
+        found = (composer.choose(counts, signature) for composer in composers)
+        choice = next((choice for choice in found if choice.plan), None)
+        yield signature, choice if choice is None else planner.adapt(choice, signature)
         if done % 256 == 0 or done == total:
             progress(done, total)
+
+
+def make_table(
+    planner: Planner, pilots: Sequence[Pilots], progress: Progress = lambda done, total: None
+) -> bytes:
+    """The table of all allocations of these pilots."""
+    filler = _Filler(planner, signature_of(pilots, [p.count for p in pilots]))
+    for signature, choice in plans(planner, pilots, progress):
+        filler.add(signature, choice)
     return filler.encode()
 
 
 class _Filler:
-    def __init__(self, planner: Planner, pilots: Sequence[Pilots]) -> None:
-        self.planner, self.pilots = planner, tuple(pilots)
-        self.pool = signature_of(pilots, [p.count for p in pilots])
+    def __init__(self, planner: Planner, pool: Signature) -> None:
+        self.planner, self.pool = planner, pool
         self.entries: dict[Signature, Entry] = {}
         self.pipelines: dict[tuple[Column, Tier], int] = {}
         self.reasons: dict[str, int] = {}
-        self.shifts = ShiftCosts(planner.problem, self.pool)
-        self._composers = {tier: _Composer(planner, pilots, tier) for tier in TIERS}
+        self.shifts = ShiftCosts(planner.problem, pool)
         self._smallest: tuple[int, int, Counts] | None = None
 
-    def add(self, counts: tuple[int, ...]) -> None:
-        signature = signature_of(self.pilots, counts)
+    def add(self, signature: Signature, choice: Choice | None) -> None:
         if signature in self.entries:
             return  # two kinds of pilots can hold the same
-        choice = self._choose(counts, signature)
         if choice is None:
             missing = no_gear(self.planner.problem, signature)
             self.entries[signature] = Entry(
@@ -110,13 +121,6 @@ class _Filler:
         if self._smallest is None or rank < self._smallest:
             self._smallest = rank
 
-    def _choose(self, counts: tuple[int, ...], signature: Signature) -> Choice | None:
-        for composer in self._composers.values():
-            choice = composer.choose(counts, signature)
-            if choice.plan:
-                return choice
-        return None
-
     def _entry(self, signature: Signature, choice: Choice) -> Entry:
         ordered = sorted(choice.plan, key=lambda c: (-c.tokens_per_s, c.need))
         plan = tuple((self._pipeline(c, choice.tier), choice.plan[c]) for c in ordered)
@@ -125,12 +129,11 @@ class _Filler:
             for c in ordered
             for _ in range(choice.plan[c])
         ]
-        found, most = key_worth(choice.key), choice.bound_tokens_per_s
         return Entry(
             plan=plan,
             seats=tuple(itertools.chain.from_iterable(seat(signature, stages))),
-            reason=self._reason(TIERS[choice.tier]),
-            gap=max(0.0, round(1 - found / most, 6)) if most > found else 0.0,
+            reason=self._reason(choice.reason),
+            gap=choice.gap,
             shifts=self.shifts.add(
                 signature,
                 [
@@ -150,7 +153,12 @@ class _Filler:
         problem = self.planner.problem
         header = Header(
             inputs=inputs_hash(
-                problem.spec, problem.topology, problem.goal, self.pool, problem.acted
+                problem.spec,
+                problem.topology,
+                problem.goal,
+                self.pool,
+                problem.acted,
+                [problem.profiles[kind] for kind in sorted(problem.profiles)],
             ),
             model=problem.spec.name,
             pool=self.pool,

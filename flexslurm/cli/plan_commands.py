@@ -1,0 +1,349 @@
+"""`flexslurm plan`: the gears for a model and a pool of GPUs; never submits or starts anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flexslurm.errors import CapacityError, ConfigError
+from flexslurm.gear import Gear, NoGear, Signature
+
+if TYPE_CHECKING:
+    from flexslurm.planner.capacity import Capacity
+    from flexslurm.planner.explain import Explained
+    from flexslurm.planner.model_spec import ModelSpec
+    from flexslurm.planner.planner import Planner
+    from flexslurm.planner.topology import Topology
+
+MOST_ROWS = 200
+"""Allocations that are all planned without being asked for."""
+MOST_PICTURES = 8
+_FILE = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What to plan."""
+
+    spec: ModelSpec
+    topology: Topology
+    pool: Signature
+    from_site: bool
+
+
+@dataclass(slots=True)
+class Results:
+    """What was planned; filled step by step."""
+
+    planned: dict[Signature, Gear | NoGear] = field(default_factory=dict)
+    gaps: dict[Signature, float] = field(default_factory=dict)
+    explained: tuple[Signature, Explained] | None = None
+    what_if: Gear | NoGear | None = None
+    capacity: Capacity | None = None
+    seconds: float = 0.0
+
+
+@click.command()
+@click.option("--model", required=True, help="Checkpoint directory, config.json or a known name.")
+@click.option("--site", "site_file", type=_FILE, envvar="FLEXSLURM_SITE", metavar="SITE.yaml")
+@click.option("--pool", required=True, metavar="TYPE:GPUSxNODES,…", help="As a100:4x8,l40s:2x16.")
+@click.option("--workload", metavar="in=512,out=128,rate=2/s", help="Mean lengths, and a rate.")
+@click.option("--slo", metavar="ttft=2s,tpot=50ms", help="Targets that estimates must meet.")
+@click.option(
+    "--objective", type=click.Choice(["throughput", "latency", "gpus"]), default="throughput"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "float8"]),
+    default="bfloat16",
+    show_default=True,
+)
+@click.option("--kv-dtype", type=click.Choice(["bfloat16", "float16", "float8"]))
+@click.option("--block-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--max-context", type=click.IntRange(2))
+@click.option("--memory-fraction", type=click.FloatRange(0.01, 1.0), default=0.9)
+@click.option(
+    "--profile", "profiles", type=_FILE, multiple=True, help="Measured CSV, or a directory of them."
+)
+@click.option("--out", type=_FILE, help="Write the gear table of all allocations.")
+@click.option("--every", is_flag=True, help="Plan every allocation, however many.")
+@click.option("--explain", metavar="ALLOCATION", help="Why its gear is as it is.")
+@click.option("--what-if", metavar="+TYPE:GPUSxNODES", help="What more GPUs would bring.")
+@click.option("--capacity", metavar="rate=20/s,in=…,out=…", help="The cheapest part of the pool.")
+@click.option("--price", metavar="TYPE=COST,…", help="For --capacity; default: every GPU costs 1.")
+@click.option("--picture", type=_FILE, help="For --capacity: save the curve (.png, .svg, .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(**options: Any) -> None:
+    """Show the gears for a model and a pool of GPUs.
+
+    Without --site, GPU names are those of the built-in catalogue (a100-80, h100, l40s, …) and
+    nodes are joined by 100 Gbit/s.
+    """
+    from flexslurm.planner.files import load_acted, load_profiles
+    from flexslurm.planner.planner import Planner
+
+    inputs = _inputs(options)
+    results = Results()
+    with _only_ours_on_stdout():
+        started = time.monotonic()
+        acted = load_acted(inputs.topology, inputs.spec.dtype)
+        profiles = load_profiles(options["profiles"], inputs.spec, inputs.topology)
+        goal = _goal(options)
+
+        def planner_of(pool: Signature) -> Planner:
+            return Planner(inputs.spec, inputs.topology, goal, pool, acted=acted, profiles=profiles)
+
+        _plan_all(planner_of(inputs.pool), options, results)
+        if options["what_if"] is not None:
+            larger = _with(inputs.pool, options["what_if"])
+            results.what_if = planner_of(larger).plan(larger)
+        results.seconds = time.monotonic() - started
+    if options["picture"] is not None and results.capacity is not None:
+        from flexslurm.cli.plan_picture import save_curve
+
+        save_curve(results.capacity, inputs.spec.name, options["picture"])
+    if options["as_json"]:
+        click.echo(json.dumps(_json(inputs, results), indent=2))
+    else:
+        click.echo("\n".join(_text(inputs, options, results)))
+    _fail_if_nothing_fits(inputs.pool, results)
+
+
+def _inputs(options: Mapping[str, Any]) -> Inputs:
+    from flexslurm.planner.files import load_spec
+    from flexslurm.planner.topology import Topology
+
+    if options["picture"] is not None and options["capacity"] is None:
+        raise click.UsageError("--picture shows the curve of --capacity: give that too")
+    pool = _with(Signature.parse(options["pool"]), None)
+    if not pool.counts:
+        raise click.UsageError("--pool names no GPUs")
+    spec = load_spec(options["model"], options["dtype"], kv_dtype=options["kv_dtype"])
+    if options["site_file"] is not None:
+        from flexslurm.config.sources import load_site
+
+        site = load_site(options["site_file"]).value
+        topology = Topology.from_site(site, spec.dtype)
+    else:
+        names = {s.gpu_type for s, _ in _with(pool, options["what_if"]).counts}
+        topology = Topology.from_catalogue(tuple(sorted(names)), spec.dtype)
+    for shape, _ in _with(pool, options["what_if"]).counts:
+        topology.gpu(shape.gpu_type)
+    return Inputs(spec, topology, pool, options["site_file"] is not None)
+
+
+def _goal(options: Mapping[str, Any]) -> Any:
+    from flexslurm.cli.plan_inputs import read_pairs, read_slo, read_workload
+    from flexslurm.planner.workload import Goal, Limits, Objective
+
+    option = "--capacity" if options["capacity"] is not None else "--workload"
+    text = options["capacity"] if options["capacity"] is not None else options["workload"]
+    pairs = read_pairs(text or "", option, ("in", "out", "rate"))
+    if options["capacity"] is not None and "rate" not in pairs:
+        raise ConfigError("--capacity needs a rate", hint="as in rate=20/s,in=1000,out=256")
+    return Goal(
+        read_workload(pairs, option),
+        read_slo(options["slo"]),
+        Limits(
+            block_tokens=options["block_tokens"],
+            max_batch=options["max_batch"],
+            max_batch_tokens=options["max_batch_tokens"],
+            max_context=options["max_context"],
+            memory_fraction=options["memory_fraction"],
+        ),
+        Objective(options["objective"]),
+    )
+
+
+def _with(pool: Signature, more: str | None) -> Signature:
+    """The pool with the GPUs of `+TYPE:GPUSxNODES,…`."""
+    if more is None:
+        return pool
+    return Signature.of([*pool.nodes(), *Signature.parse(more.removeprefix("+")).nodes()])
+
+
+def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) -> None:
+    from flexslurm.cli.plan_inputs import read_prices
+    from flexslurm.planner.capacity import capacity
+    from flexslurm.planner.explain import explain
+    from flexslurm.planner.tabulate import pilots_of, plans
+
+    pool, progress = planner.pool, _progress()
+    if options["capacity"] is not None:
+        workload = planner.problem.workload
+        wanted = (workload.rate or 0.0) * workload.output_tokens
+        found = plans(planner, pilots_of(pool), progress)
+        results.capacity = capacity(found, wanted, read_prices(options["price"]))
+        results.planned[results.capacity.cheapest.signature] = planner.plan(
+            results.capacity.cheapest.signature
+        )
+        return
+    _plan_pool(planner, pool, results)
+    if options["out"] is not None:
+        _write_table(planner, pool, options["out"], progress, results)
+    elif options["every"] or _allocations(pool) <= MOST_ROWS:
+        for signature, choice in plans(planner, pilots_of(pool), progress):
+            results.planned[signature] = planner.gear_of(signature, choice)
+            results.gaps[signature] = choice.gap if choice is not None else 0.0
+    if options["explain"] is not None:
+        wanted_signature = Signature.parse(options["explain"])
+        if not planner.pool.covers(wanted_signature):
+            raise ConfigError(f"--explain: {wanted_signature} is not a part of {planner.pool}")
+        why = explain(planner, wanted_signature)
+        results.planned[wanted_signature] = planner.plan(wanted_signature)
+        results.explained = (wanted_signature, why) if why is not None else None
+
+
+def _plan_pool(planner: Planner, pool: Signature, results: Results) -> None:
+    choice = planner.choose(pool)
+    results.planned[pool] = planner.gear_of(pool, choice)
+    results.gaps[pool] = choice.gap if choice is not None else 0.0
+
+
+def _write_table(
+    planner: Planner,
+    pool: Signature,
+    path: Path,
+    progress: Callable[[int, int], None],
+    results: Results,
+) -> None:
+    from flexslurm.planner.table import GearTable
+    from flexslurm.planner.tabulate import make_table, pilots_of
+    from flexslurm.wire.files import write_atomically
+
+    data = make_table(planner, pilots_of(pool), progress)
+    write_atomically(path, data)
+    table = GearTable(data, str(path))
+    if len(table) <= MOST_ROWS:
+        for signature in table.signatures():
+            gear, entry = table.gear(signature), table.find(signature)
+            assert gear is not None and entry is not None
+            results.planned[signature], results.gaps[signature] = gear, entry.gap
+
+
+def _allocations(pool: Signature) -> int:
+    total = 1
+    for _, count in pool.counts:
+        total *= count + 1
+    return total
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Says how far it is on standard error, every two seconds of a long run."""
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 2.0:
+            last = now
+            click.echo(f"planned {done:,} of {total:,} allocations", err=True)
+
+    return show
+
+
+@contextmanager
+def _only_ours_on_stdout() -> Iterator[None]:
+    """HiGHS writes lines of its own to the process's standard output; they go nowhere."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # there is no standard output
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nothing)
+
+
+def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[str]:
+    from flexslurm.cli import plan_report as report
+    from flexslurm.cli.plan_inputs import read_prices
+
+    used = sorted({shape.gpu_type for shape, _ in inputs.pool.counts})
+    lines = [*report.about(inputs.spec, inputs.topology, used, inputs.from_site), ""]
+    if results.capacity is not None:
+        lines += report.capacity_report(results.capacity, read_prices(options["price"]))
+        if options["picture"] is not None:
+            lines += ["", f"the curve is in {options['picture']}"]
+    else:
+        ordered = dict(sorted(results.planned.items(), key=lambda item: item[0].gpus()))
+        lines += report.gear_table({s: g for s, g in ordered.items() if s.counts})
+    wanted = (
+        inputs.pool,
+        *([results.explained[0]] if results.explained else []),
+        *sorted(results.planned, key=lambda s: (-s.gpus(), s.counts)),
+    )
+    for gear in _different([results.planned.get(s) for s in wanted])[:MOST_PICTURES]:
+        lines += ["", *report.picture(gear)]
+    if results.explained is not None:
+        lines += ["", *report.explained(*results.explained)]
+    if results.what_if is not None:
+        lines += ["", *report.compared(results.planned[inputs.pool], results.what_if)]
+        if isinstance(results.what_if, Gear):
+            lines += ["", *report.picture(results.what_if)]
+    if options["out"] is not None:
+        lines += ["", f"the gear table is in {options['out']}"]
+    return [*lines, "", f"planned in {report.seconds(results.seconds)}"]
+
+
+def _different(gears: Sequence[Gear | NoGear | None]) -> list[Gear]:
+    """One gear of each layout."""
+    found: dict[str, Gear] = {}
+    for gear in gears:
+        if isinstance(gear, Gear):
+            found.setdefault(gear.layout(), gear)
+    return list(found.values())
+
+
+def _json(inputs: Inputs, results: Results) -> dict[str, Any]:
+    import msgspec
+
+    from flexslurm.cli import plan_report as report
+
+    answer: dict[str, Any] = {
+        "model": inputs.spec.name,
+        "parameters": inputs.spec.params,
+        "weight_bytes": inputs.spec.weight_bytes(),
+        "kv_bytes_per_token": inputs.spec.kv_bytes_per_token(),
+        "pool": str(inputs.pool),
+        "plan_seconds": results.seconds,
+        "gears": report.as_json(results.planned, results.gaps),
+    }
+    if results.explained is not None:
+        signature, why = results.explained
+        answer["explain"] = {"signature": str(signature), **msgspec.to_builtins(why)}
+    if results.what_if is not None:
+        signature = results.what_if.signature
+        answer["what_if"] = report.as_json({signature: results.what_if}, {})[0]
+    if results.capacity is not None:
+        found = results.capacity
+        answer["capacity"] = {
+            "wanted_tokens_per_s": found.wanted_tokens_per_s,
+            "cheapest": report.point_json(found.cheapest),
+            "stops_paying": report.point_json(found.stops_paying),
+            "curve": [report.point_json(point) for point in found.curve],
+        }
+    return answer
+
+
+def _fail_if_nothing_fits(pool: Signature, results: Results) -> None:
+    gear = results.planned.get(pool)
+    if isinstance(gear, NoGear) and results.what_if is None:
+        raise CapacityError(gear.reason)

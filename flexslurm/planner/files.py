@@ -1,0 +1,90 @@
+"""Reads models, profiles and gear tables; the only module of the planner that opens files."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from flexslurm.errors import ConfigError, ModelError
+from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.problem import StageKind
+from flexslurm.planner.profiles import Profile, read_profile
+from flexslurm.planner.published import PUBLISHED, config_of
+from flexslurm.planner.table import GearTable
+from flexslurm.planner.topology import Topology
+
+
+def load_spec(model: str, dtype: str = "bfloat16", *, kv_dtype: str | None = None) -> ModelSpec:
+    """The model called `model`: a checkpoint directory, a config.json or a published name.
+
+    Raises ModelError.
+    """
+    path = Path(model)
+    if not path.exists():
+        if model.lower() not in PUBLISHED and ("/" in model or path.suffix == ".json"):
+            raise ModelError(
+                f"{model}: no such file or directory",
+                hint="give a checkpoint directory, a config.json or the name of a published model",
+            )
+        return ModelSpec.from_config(config_of(model), dtype, kv_dtype=kv_dtype, name=model.lower())
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: there is no config.json in it") from None
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{file}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: not a model's configuration")
+    name = path.resolve().name if path.is_dir() else path.resolve().parent.name
+    return ModelSpec.from_config(config, dtype, kv_dtype=kv_dtype, name=name)
+
+
+def load_acted(topology: Topology, dtype: str) -> Mapping[str, ModelSpec]:
+    """The models that virtual GPUs act out, by the names the site file gives them."""
+    names = {gpu.acts_model for gpu in topology.gpus.values()} - {None}
+    return {name: load_spec(name, dtype) for name in sorted(filter(None, names))}
+
+
+def load_profiles(
+    paths: Iterable[Path], spec: ModelSpec, topology: Topology
+) -> dict[StageKind, Profile]:
+    """Profiles of this model, from files and all `*.csv` of directories, by stage kind.
+
+    Those of other models are passed over. Raises ConfigError for a malformed one and for a GPU type
+    that the site does not define.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.csv")) if path.is_dir() else [path])
+    ]
+    found: dict[StageKind, Profile] = {}
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"cannot read it: {reason}", file=str(file)) from error
+        profile = read_profile(text, str(file))
+        if profile.model == spec.name and profile.dtype == spec.dtype:
+            topology.gpu(profile.gpu_type)
+            found[profile.kind] = profile
+    return found
+
+
+def open_table(path: Path) -> GearTable:
+    """A gear table, mapped; nothing but its header is read. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            data: memoryview | bytes
+            try:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            except ValueError:  # an empty file cannot be mapped
+                data = b""
+    except OSError as error:
+        raise ConfigError(f"cannot read it: {error.strerror}", file=str(path)) from error
+    return GearTable(data, str(path))

@@ -1,0 +1,222 @@
+"""Measured step times in place of the formula: reads CSV text, fits it, answers for any load.
+
+A profile is of one model on one stage kind. Its rows are `phase,layers,batch,context,seconds`:
+
+    decode   `batch` sequences with one new token each, `context` tokens of context each
+    prefill  `batch` sequences with `context` new tokens each and none before them
+    first    what a stage adds that holds the embedding, for `batch` new tokens
+    last     what a stage adds that holds the head, for `batch` tokens whose logits are wanted
+    load     reading the weights of `layers` layers
+
+A line `# model=NAME gpu_type=TYPE tp=N dtype=DTYPE` before them says of what. Decode and prefill
+rows are of `layers` layers without the ends, all-reduces included.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from flexslurm.errors import ConfigError
+from flexslurm.planner.problem import StageKind
+
+COLUMNS = ("phase", "layers", "batch", "context", "seconds")
+PHASES = ("decode", "prefill", "first", "last", "load")
+
+
+class Row(NamedTuple):
+    """One measurement."""
+
+    phase: str
+    layers: int
+    batch: int
+    context: int
+    seconds: float
+
+
+class Ramp(msgspec.Struct, frozen=True):
+    """A function that never falls: straight between its points and beyond the last."""
+
+    at: tuple[float, ...]
+    value: tuple[float, ...]
+
+    def __call__(self, x: float) -> float:
+        if not self.at:
+            return 0.0
+        if x <= self.at[-1] or len(self.at) == 1:
+            return float(np.interp(x, self.at, self.value))
+        slope = (self.value[-1] - self.value[-2]) / (self.at[-1] - self.at[-2])
+        return self.value[-1] + slope * (x - self.at[-1])
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """Fitted times of one model on one stage kind, in seconds."""
+
+    model: str
+    gpu_type: str
+    tp: int
+    dtype: str
+    layer: Ramp
+    """One layer of a step, by new tokens, without context."""
+    context_s: float
+    """One layer, for each token of context read."""
+    pair_s: float
+    """One layer, for each pair of a new token and one it attends to."""
+    first: Ramp
+    last: Ramp
+    load_layer_s: float
+    new_tokens: tuple[float, float]
+    """The range measured."""
+    context_tokens: tuple[float, float]
+
+    @property
+    def kind(self) -> StageKind:
+        return StageKind(self.gpu_type, self.tp)
+
+    def layer_s(self, new_tokens: float, context_tokens: float, pairs: float) -> float:
+        """One layer of a step; arguments as of `StageCost.step_s`."""
+        return self.layer(new_tokens) + context_tokens * self.context_s + pairs * self.pair_s
+
+    def covers(self, new_tokens: float, context_tokens: float) -> bool:
+        """Whether such a step lies within what was measured."""
+        low, high = self.new_tokens
+        return low <= new_tokens <= high and context_tokens <= self.context_tokens[1]
+
+
+def read_profile(text: str, file: str) -> Profile:
+    """Read and fit a profile; raises ConfigError naming file and line."""
+    about, rows = _parse(text, file)
+    decode = [row for row in rows if row.phase in ("decode", "prefill")]
+    if len({row.batch for row in decode if row.phase == "decode"}) < 2:
+        raise ConfigError("decode rows with at least two batch sizes are needed", file=file)
+    layer, context_s, pair_s = _fit_layer(decode)
+    loads = [row.seconds / row.layers for row in rows if row.phase == "load"]
+    points = [_load_of(row) for row in decode]
+    return Profile(
+        model=about["model"],
+        gpu_type=about["gpu_type"],
+        tp=int(about["tp"]),
+        dtype=about["dtype"],
+        layer=layer,
+        context_s=context_s,
+        pair_s=pair_s,
+        first=_ramp([row for row in rows if row.phase == "first"]),
+        last=_ramp([row for row in rows if row.phase == "last"]),
+        load_layer_s=float(np.median(loads)) if loads else 0.0,
+        new_tokens=(min(p[0] for p in points), max(p[0] for p in points)),
+        context_tokens=(min(p[1] for p in points), max(p[1] for p in points)),
+    )
+
+
+def write_profile(about: Mapping[str, object], rows: Iterable[Row]) -> str:
+    """Rows as CSV text that `read_profile` reads."""
+    head = " ".join(f"{key}={about[key]}" for key in ("model", "gpu_type", "tp", "dtype"))
+    lines = [f"# {head}", ",".join(COLUMNS)]
+    lines += [f"{r.phase},{r.layers},{r.batch},{r.context},{r.seconds:.9g}" for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _parse(text: str, file: str) -> tuple[dict[str, str], list[Row]]:
+    about: dict[str, str] = {}
+    rows: list[Row] = []
+    header = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("#"):
+            about |= dict(part.split("=", 1) for part in line[1:].split() if "=" in part)
+        elif not line.strip():
+            continue
+        elif not header:
+            if tuple(cell.strip() for cell in line.split(",")) != COLUMNS:
+                raise ConfigError(
+                    f"the columns must be {','.join(COLUMNS)}", file=file, line=number
+                )
+            header = True
+        else:
+            rows.append(_row(next(csv.reader([line])), file, number))
+    missing = [key for key in ("model", "gpu_type", "tp", "dtype") if key not in about]
+    if missing:
+        raise ConfigError(
+            f"the profile does not say its {' and '.join(missing)}",
+            file=file,
+            line=1,
+            hint="a first line like: # model=llama-3.1-8b gpu_type=a100 tp=1 dtype=bfloat16",
+        )
+    if not about["tp"].isdigit() or int(about["tp"]) < 1:
+        raise ConfigError(f"tp must be a whole number, not '{about['tp']}'", file=file, line=1)
+    return about, rows
+
+
+def _row(cells: Sequence[str], file: str, line: int) -> Row:
+    def fail(message: str) -> ConfigError:
+        return ConfigError(message, file=file, line=line)
+
+    if len(cells) != len(COLUMNS):
+        raise fail(f"{len(COLUMNS)} values are expected, not {len(cells)}")
+    phase = cells[0].strip()
+    if phase not in PHASES:
+        raise fail(f"unknown phase '{phase}'; legal: {', '.join(PHASES)}")
+    whole = []
+    for name, cell in zip(COLUMNS[1:4], cells[1:4], strict=True):
+        if not cell.strip().isdigit():
+            raise fail(f"{name} must be a whole number of at least 0, not '{cell.strip()}'")
+        whole.append(int(cell))
+    layers, batch, context = whole
+    try:
+        seconds = float(cells[4])
+    except ValueError:
+        raise fail(f"seconds must be a number, not '{cells[4].strip()}'") from None
+    if not math.isfinite(seconds) or seconds < 0:
+        raise fail(f"seconds must be a finite number of at least 0, not {seconds}")
+    needed = {"decode": (layers, batch), "prefill": (layers, batch, context), "load": (layers,)}
+    if min(needed.get(phase, (batch,))) < 1:
+        raise fail(f"a {phase} row needs layers, batch and context above 0 where it has them")
+    return Row(phase, layers, batch, context, seconds)
+
+
+def _load_of(row: Row) -> tuple[float, float, float]:
+    """New tokens, context tokens and pairs of a decode or prefill row."""
+    if row.phase == "decode":
+        context = row.batch * max(1, row.context)
+        return row.batch, context, context
+    new = row.batch * row.context
+    return new, new, row.batch * row.context * (row.context + 1) / 2
+
+
+def _fit_layer(rows: Sequence[Row]) -> tuple[Ramp, float, float]:
+    """Non-negative least squares of relative errors: steps up from knot to knot, and two slopes.
+
+    All parts being non-negative, the sum never falls with any argument.
+    """
+    from scipy.optimize import nnls
+
+    points = np.array([_load_of(row) for row in rows])
+    seconds = np.array([row.seconds / row.layers for row in rows])
+    floor = max(float(seconds.max()), 1e-12) * 1e-6
+    weight = 1.0 / np.maximum(seconds, floor)
+    knots = np.unique(points[:, 0])
+    rises = [
+        np.clip((points[:, 0] - low) / (high - low), 0.0, 1.0)
+        for low, high in itertools.pairwise(knots)
+    ]
+    basis = np.stack([np.ones(len(points)), *rises, points[:, 1], points[:, 2]], axis=1)
+    scale = np.maximum(np.abs(basis).max(axis=0), 1e-300)
+    found, _ = nnls(basis / scale * weight[:, None], seconds * weight)
+    found = found / scale
+    values = np.cumsum(found[: len(knots)])
+    return Ramp(tuple(knots.tolist()), tuple(values.tolist())), float(found[-2]), float(found[-1])
+
+
+def _ramp(rows: Sequence[Row]) -> Ramp:
+    """Means by batch, made to never fall."""
+    by_batch: dict[int, list[float]] = {}
+    for row in rows:
+        by_batch.setdefault(row.batch, []).append(row.seconds)
+    at = sorted(by_batch)
+    means = [float(np.mean(by_batch[batch])) for batch in at]
+    return Ramp(tuple(float(x) for x in at), tuple(itertools.accumulate(means, max)))
