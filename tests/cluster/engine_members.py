@@ -108,7 +108,7 @@ def links(member: Member) -> None:
     if member.rank == 0:
         _send_five(member, groups)
     else:
-        time.sleep(0.5)
+        time.sleep(1.0)
         _receive_five(member, groups[0])
     member.rendezvous.meet(1, "done", member.size, 10)
     member.say("closed", clean=all(group.close(2.0) for group in groups))
@@ -196,6 +196,7 @@ def aborted_in_the_middle(member: Member) -> None:
     slowest = slowest_close = 0.0
     for number in range(12):
         group = member.group(1, name=f"/{number}")
+        member.rendezvous.meet(1, f"formed{number}", member.size, 20)
 
         def go_on(group: Group = group) -> None:
             with contextlib.suppress(RuntimeError, FlexslurmError):

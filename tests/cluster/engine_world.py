@@ -46,7 +46,7 @@ class Node:
         self._thread.start()
         self.nursery = Nursery("cpu", log_dir, self.ended.append)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 100.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def spawn(self, head: EngineHead, gpu: int) -> Started:

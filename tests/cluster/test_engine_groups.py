@@ -14,6 +14,9 @@ import pytest
 
 from tests.cluster.engine_head import EngineHead
 
+# On an idle machine it is half a second; without what is tested it would be 60 s.
+PROMPT_S = 6.0
+
 Said = list[dict[str, Any]]
 Run = Callable[..., Said]
 
@@ -66,6 +69,10 @@ def by_rank(said: Said, what: str) -> dict[int, dict[str, Any]]:
     return {line["rank"]: line for line in said if line.get("what") == what}
 
 
+def all_prompt(lines: dict[int, dict[str, Any]], outcome: str) -> bool:
+    return all(line["outcome"] == outcome and line["s"] < PROMPT_S for line in lines.values())
+
+
 def test_two_epochs_side_by_side_work_and_leave_nothing(run: Run) -> None:
     said = run("works")
     sums, closed, both = (by_rank(said, what) for what in ("sums", "closed", "closed both"))
@@ -79,7 +86,7 @@ def test_two_epochs_side_by_side_work_and_leave_nothing(run: Run) -> None:
 
 def test_links_keep_the_order_and_do_not_hold_up_the_sender(run: Run) -> None:
     said = run("links")
-    assert by_rank(said, "sent")[0]["s"] < 0.4  # they begin to receive after 0.5 s
+    assert by_rank(said, "sent")[0]["s"] < 0.9  # they begin to receive after 1 s
     got = by_rank(said, "got")
     assert {rank: line["values"] for rank, line in got.items()} == {
         rank: [0.0, 1.0, 2.0, 3.0, 4.0] for rank in (1, 2)
@@ -99,10 +106,12 @@ def test_a_killed_peer_ends_what_runs(run: Run, case: str, what: str) -> None:
     said = run(case)
     waited = by_rank(said, what)
     assert set(waited) == {0, 1}
-    # they wait 0.3 s for the death itself
-    assert all(line["outcome"] == "RuntimeError" and line["s"] < 1.3 for line in waited.values())
     assert all(
-        line["outcome"] == "done" and line["s"] < 1.0 for line in by_rank(said, "close").values()
+        line["outcome"] == "RuntimeError" and line["s"] < PROMPT_S for line in waited.values()
+    )
+    assert all(
+        line["outcome"] == "done" and line["s"] < PROMPT_S
+        for line in by_rank(said, "close").values()
     )
 
 
@@ -110,22 +119,25 @@ def test_abort_ends_an_all_reduce_with_a_peer_that_hangs(run: Run) -> None:
     said = run("stopped_in_all_reduce")
     waited, again, closed = (by_rank(said, what) for what in ("all-reduce", "again", "closed"))
     assert set(waited) == {0, 1}
-    assert all(line["outcome"] == "RuntimeError" and line["s"] < 1.5 for line in waited.values())
-    assert all(line["outcome"] == "RuntimeError" and line["s"] < 0.5 for line in again.values())
-    assert all(line["clean"] and line["s"] < 1.0 for line in closed.values())
+    assert all(
+        line["outcome"] == "RuntimeError" and line["s"] < PROMPT_S for line in waited.values()
+    )
+    assert all(
+        line["outcome"] == "RuntimeError" and line["s"] < PROMPT_S for line in again.values()
+    )
+    assert all(line["clean"] and line["s"] < PROMPT_S for line in closed.values())
 
 
 def test_abort_in_the_middle_always_comes_back(run: Run) -> None:
     """About one abort in ten loses an operation inside gloo, which is not waited for."""
     back = by_rank(run("aborted_in_the_middle"), "came back")
     assert set(back) == {0, 1, 2}
-    assert all(line["s"] < 1.0 and line["close_s"] < 1.5 for line in back.values())
+    assert all(line["s"] < PROMPT_S and line["close_s"] < PROMPT_S for line in back.values())
 
 
 def test_forming_is_called_back_when_a_member_never_comes(run: Run) -> None:
     said = run("cancelled_while_forming")
     formed, waited, other = (by_rank(said, what) for what in ("form", "wait", "other epoch"))
     assert set(formed) == {0, 1}
-    assert all(line["outcome"] == "StaleEpoch" and line["s"] < 1.5 for line in formed.values())
-    assert all(line["outcome"] == "StaleEpoch" for line in waited.values())
-    assert all(line["outcome"] == "DeadlineExceeded" for line in other.values())
+    assert all_prompt(formed, "StaleEpoch") and all_prompt(waited, "StaleEpoch")
+    assert all_prompt(other, "DeadlineExceeded")

@@ -69,7 +69,7 @@ def test_a_worker_starts_at_once_and_says_hello(node: Node, head: EngineHead) ->
         seconds.append(time.monotonic() - began)
         assert sender == started.worker == hello.worker
         assert (hello.pid, hello.agent, hello.device) == (started.pid, "agent-1", "cpu")
-    assert min(seconds) < 1.0  # the import alone takes several times that
+    assert min(seconds) < 1.5  # the import alone takes several times that
     for started in list(node.nursery.running.values()):
         node.stop(started.worker, 2.0)
         ended = node.wait_ended(started.worker)
@@ -84,10 +84,10 @@ def test_ends_are_told_as_they_are(node: Node, head: EngineHead) -> None:
     for started in (killed, exited):
         head.wait(WorkerHello, lambda sender, _, s=started: sender == s.worker)  # type: ignore[misc]
     os.kill(killed.pid, signal.SIGKILL)
-    ended = node.wait_ended(killed.worker, 2.0)
+    ended = node.wait_ended(killed.worker, 5.0)
     assert (ended.exit_code, ended.reason) == (-9, "was killed by SIGKILL")
     head.send(exited.worker, WorkerExit(reason="a test"))
-    assert node.wait_ended(exited.worker, 2.0).exit_code == 0
+    assert node.wait_ended(exited.worker, 5.0).exit_code == 0
 
 
 def test_signals_that_slurm_sends_to_all_do_not_end_a_worker(node: Node, head: EngineHead) -> None:
@@ -109,7 +109,7 @@ def test_a_worker_that_hangs_is_killed_after_the_grace(node: Node, head: EngineH
     os.kill(started.pid, signal.SIGSTOP)
     began = time.monotonic()
     node.stop(started.worker, 0.4)
-    ended = node.wait_ended(started.worker, 3.0)
+    ended = node.wait_ended(started.worker, 5.0)
     assert ended.exit_code == -9 and ended.reason == "was stopped"
     assert time.monotonic() - began >= 0.4
 
@@ -126,9 +126,9 @@ def test_a_worker_belongs_to_one_head(node: Node, head: EngineHead) -> None:
     for worker in (started.worker, refused.worker):
         wait_until(lambda w=worker: w in head.beats, 5.0, "no beat")  # type: ignore[misc]
     head.send(refused.worker, Refused(reason="not wanted"))
-    assert node.wait_ended(refused.worker, 3.0).exit_code == 4
+    assert node.wait_ended(refused.worker, 5.0).exit_code == 4
     head.send(started.worker, WorkerWelcome(head="head-2", beat_s=0.2, lost_s=5.0))
-    assert node.wait_ended(started.worker, 3.0).exit_code == 3
+    assert node.wait_ended(started.worker, 5.0).exit_code == 3
 
 
 def test_a_worker_without_keys_says_why(node: Node, head: EngineHead, tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_a_lost_fork_server_takes_its_workers_along_and_comes_back(
     assert node.nursery.server_pid is not None
     os.kill(node.nursery.server_pid, signal.SIGKILL)
     for started in first:
-        ended = node.wait_ended(started.worker, 3.0)
+        ended = node.wait_ended(started.worker, 5.0)
         assert ended.exit_code is None and "fork server" in ended.reason
-        wait_until(lambda pid=started.pid: not alive(pid), 3.0, "a worker outlives the fork server")  # type: ignore[misc]
+        wait_until(lambda pid=started.pid: not alive(pid), 6.0, "a worker outlives the fork server")  # type: ignore[misc]
     again = node.spawn(head, 0)
     head.wait(WorkerHello, lambda sender, _: sender == again.worker)
     node.stop(again.worker, 2.0)
@@ -179,7 +179,7 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: subprocess.Popen[str]) 
     assert all(alive(pid) for pid in pids)
     agent.kill()
     agent.wait(5)
-    wait_until(lambda: not any(alive(pid) for pid in pids), 3.0, "orphans")
+    wait_until(lambda: not any(alive(pid) for pid in pids), 6.0, "orphans")
 
 
 def test_a_fork_server_that_is_still_importing_notices_too(agent: subprocess.Popen[str]) -> None:

@@ -40,6 +40,8 @@ from tests.cluster.engine_world import (
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, repetition_penalty=1.1)
 PROMPTS = prompts_of(240, (3, 11, 1, 7), seed=5)
 WANTED = 9
+# On an idle machine most take a tenth of a second, none two; an operation's timeout is 60 s.
+PROMPT_S = 6.0
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_a_split_gives_the_whole_model_s_tokens(
     placed = world.install(1, tiny_model, replica_of(layers, tp))
     assert world.drive(placed, lines()) == greedy
     assert world.drive(placed, lines(SEEDED, seed=3)) == seeded
-    assert world.retire(placed) < 2.0
+    assert world.retire(placed) < PROMPT_S
     assert world.head.count(StepFailed) == 0
 
 
@@ -134,9 +136,9 @@ def test_two_epochs_side_by_side_and_a_switch(
     for line, before in zip(fresh, running, strict=True):
         line.answer = list(before.answer)
     world.drive(new, fresh, until=8)
-    assert world.retire(old) < 2.0
+    assert world.retire(old) < PROMPT_S
     assert world.drive(new, fresh) == greedy
-    assert world.retire(new) < 2.0
+    assert world.retire(new) < PROMPT_S
     assert world.head.count(StepFailed) == 0
 
 
@@ -169,12 +171,12 @@ def test_a_lost_worker_does_not_take_the_others_with_it(
     killed = time.monotonic()
     survivors = [worker for worker in workers if worker != lost]
     if number == signal.SIGKILL:  # one that is stopped shows no sign: the head must notice
-        world.head.wait(StepFailed, lambda sender, _: sender in survivors, 2.0)
+        world.head.wait(StepFailed, lambda sender, _: sender in survivors, PROMPT_S)
     world.retire(placed, survivors)
-    assert time.monotonic() - killed < 2.5
+    assert time.monotonic() - killed < 2 * PROMPT_S
     again = world.install(2, tiny_model, replica_of([4, 2], [1, 3]), workers=survivors)
     assert world.drive(again, lines()) == greedy
-    assert world.retire(again) < 2.0
+    assert world.retire(again) < PROMPT_S
     if number != signal.SIGKILL:
         world.kill(lost)
 
@@ -200,17 +202,17 @@ def test_a_failed_install_leaves_the_serving_epoch_alone(
         bad = world.send_install(epoch, model, replica_of([2, 4], [1, 1], **sizes), workers)
         _, failed = world.head.wait(InstallFailed, lambda _, m, e=epoch: m.epoch == e)  # type: ignore[misc]
         assert failed.fatal == fatal and words in failed.reason, failed
-        assert world.retire(bad) < 2.0
+        assert world.retire(bad) < PROMPT_S
     world.drive(placed, running, until=6)
 
     alone = world.send_install(9, tiny_model, replica_of([2, 4], [1, 1]), workers, skip=workers[1:])
     world.head.wait(InstallProgress, lambda _, message: message.epoch == 9)
-    assert world.retire(alone) < 2.0
+    assert world.retire(alone) < PROMPT_S
     late = world.send_install(
         10, tiny_model, replica_of([2, 4], [1, 1]), workers, skip=workers[1:], timeout_s=0.5
     )
     _, failed = world.head.wait(InstallFailed, lambda _, message: message.epoch == 10)
-    assert not failed.fatal and world.retire(late) < 2.0
+    assert not failed.fatal and world.retire(late) < PROMPT_S
     assert world.drive(placed, running) == greedy
     world.retire(placed)
 
@@ -250,14 +252,14 @@ def test_acted_steps_take_the_time_they_are_given(world: World, tiny_model: Path
     # two micro-batches share two stages of 70 ms: one ends every 70 ms, two stages deep
     took = time.monotonic() - began
     expected = (2 * WANTED + 1) * 0.07
-    assert expected <= took < expected * 1.35
+    assert expected <= took < expected * 1.35 + 1.0
     done = [m.compute_s for _, _, m in world.head.heard if isinstance(m, StepDone)]
     assert all(0.0699 < seconds < 0.0701 for seconds in done)
     # a step that sleeps is broken off too
     slow = dict(cost, fixed_s=30.0)
     stuck = world.install(2, tiny_model, replica, pacing=Pacing(acted=slow))
     world.send_step(stuck, [Chunk(seq_id="x", tokens=(1,), start=0, blocks=(0,))])
-    assert world.retire(stuck) < 2.0
+    assert world.retire(stuck) < PROMPT_S
     world.retire(placed)
 
 
