@@ -97,7 +97,6 @@ def small_text() -> TextModel:
     return TextModel(
         tokenizer,
         eos_ids=(tokenizer.token_to_id("<|end|>"),),
-        bos_id=tokenizer.token_to_id("<|bos|>"),
         chat_template=ChatTemplate({"default": TEMPLATE}, {"eos_token": "<|end|>"}),
     )
 

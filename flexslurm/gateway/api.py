@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 import flexslurm
@@ -49,7 +51,7 @@ def create_app(
 ) -> FastAPI:
     """The application; `extra_status` adds to the body of /health. No keys: open to all."""
     if not model.created:
-        model = ModelCard(model.name, model.path, model.context, int(time.time()))
+        model = msgspec.structs.replace(model, created=int(time.time()))
     gateway = Gateway(generator, model, text, metrics, bounds or Bounds())
     app = FastAPI(title="flexslurm", version=flexslurm.__version__, docs_url=None, redoc_url=None)
     app.state.lifecycle = gateway.lifecycle
@@ -65,7 +67,11 @@ def create_app(
         keys=KeyRing(api_keys),
         body_bytes=gateway.bounds.body_bytes,
         counter=metrics,
-        known_paths=[path for route in router.routes if "{" not in (path := route.path)],  # type: ignore[attr-defined]
+        known_paths=[
+            route.path
+            for route in router.routes
+            if isinstance(route, APIRoute) and "{" not in route.path
+        ],
     )
     return app
 

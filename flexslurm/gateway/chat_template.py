@@ -15,7 +15,6 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -58,20 +57,12 @@ class ChatTemplate:
             self._templates = {
                 name: environment.from_string(source) for name, source in sources.items()
             }
-            self._variables = {
-                name: find_undeclared_variables(environment.parse(source))
-                for name, source in sources.items()
-            }
         except TemplateError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
 
     def mentions(self, word: str) -> bool:
         """Whether the default template's text has this word, as it does for roles it knows."""
         return word in self._sources["default"]
-
-    def reads(self, variable: str) -> bool:
-        """Whether the default template uses this variable."""
-        return variable in self._variables["default"]
 
     def render(
         self,

@@ -31,7 +31,7 @@ _ERRORS: dict[str | None, type[RequestError]] = {
 def error_of(event: TokenEvent) -> RequestError:
     """The error that an event of a sequence that failed stands for."""
     usual = RequestAborted if event.finish is FinishReason.ABORT else GenerationFailed
-    kind = _ERRORS.get(event.code, usual) if event.code is not None else usual
+    kind = _ERRORS.get(event.code, usual)
     return kind(event.error or "the request was ended before it finished")
 
 

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault
 from flexslurm.gateway.streaming import Lifecycle
 
-BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """Longer than the pools of common clients keep an idle connection, so that they close it first."""
 START_TIMEOUT_S = 10.0

@@ -49,7 +49,6 @@ class TextModel:
         tokenizer: Tokenizer,
         *,
         eos_ids: Sequence[int] = (),
-        bos_id: int | None = None,
         chat_template: ChatTemplate | None = None,
         defaults: SamplingDefaults | None = None,
         vocab_size: int | None = None,
@@ -58,7 +57,6 @@ class TextModel:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self.bos_id = bos_id
         self.chat_template = chat_template
         self.defaults = defaults or SamplingDefaults()
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
@@ -71,10 +69,10 @@ class TextModel:
 
         Raises ModelError naming the file that is missing or damaged.
         """
-        config = _read_json(path / "config.json", required=False)
+        config = _read_json(path / "config.json")
         config = config.get("text_config", config)
-        generation = _read_json(path / "generation_config.json", required=False)
-        settings = _read_json(path / "tokenizer_config.json", required=False)
+        generation = _read_json(path / "generation_config.json")
+        settings = _read_json(path / "tokenizer_config.json")
         special = _special_tokens(path, settings)
         tokenizer = _load_tokenizer(path / "tokenizer.json")
         _add_missing_tokens(tokenizer, settings, special)
@@ -82,7 +80,6 @@ class TextModel:
         return cls(
             tokenizer,
             eos_ids=_eos_ids(tokenizer, special, generation, config),
-            bos_id=_bos_id(tokenizer, special, generation, config),
             chat_template=ChatTemplate(sources, special) if sources else None,
             defaults=_sampling_defaults(generation),
             vocab_size=_vocab_size(config),
@@ -128,12 +125,11 @@ def _most_chars_per_token(tokenizer: Tokenizer, decoding: Decoding) -> int | Non
     return _NORMALIZED_SHRINK * longest
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no file: all of these may be left out."""
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
-        if required:
-            raise ModelError(f"{path}: no such file") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
@@ -168,7 +164,7 @@ def _token_text(value: object) -> str | None:
 def _special_tokens(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Name to text, such as `bos_token`: the variables that templates know."""
     found: dict[str, str] = {}
-    older = _read_json(path / "special_tokens_map.json", required=False)
+    older = _read_json(path / "special_tokens_map.json")
     for name, value in {**older, **settings}.items():
         text = _token_text(value) if name.endswith("_token") else None
         if text is not None:
@@ -244,19 +240,6 @@ def _eos_ids(
     if own is not None:
         found.append(own)
     return tuple(dict.fromkeys(found))
-
-
-def _bos_id(
-    tokenizer: Tokenizer,
-    special: dict[str, str],
-    generation: dict[str, Any],
-    config: dict[str, Any],
-) -> int | None:
-    own = tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
-    if own is not None:
-        return int(own)
-    source = generation if "bos_token_id" in generation else config
-    return next(iter(_ids(source.get("bos_token_id"))), None)
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
