@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.slurm import processes
+from flexslurm.slurm.states import EXIT_GIVE_BACK
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1}
 _PR_SET_CHILD_SUBREAPER = 36
-_GIVE_BACK = 75
 _AGAIN_S = 1.0
 
 
@@ -88,7 +88,7 @@ class Keeper:
                 self._write("RUNNING", preempt_at=kill_at)
             self._reap()
         self._kill_all()
-        if again is None and self._worst() in (_GIVE_BACK, -signal.SIGTERM):
+        if again is None and self._worst() in (EXIT_GIVE_BACK, -signal.SIGTERM):
             again = _AGAIN_S
         return again
 

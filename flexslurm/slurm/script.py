@@ -14,10 +14,8 @@ from pathlib import Path
 
 from flexslurm.config.site import Partition, Site
 from flexslurm.errors import ConfigError
+from flexslurm.slurm.states import EXIT_GIVE_BACK
 from flexslurm.slurm.times import format_duration
-
-EXIT_GIVE_BACK = 75
-"""A step that ends with this wants its job requeued: it leaves, and will come again."""
 
 MAX_GIVE_BACKS = 1000
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")

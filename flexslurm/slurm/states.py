@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+EXIT_GIVE_BACK = 75
+"""A task that ends with this wants its job requeued: it leaves, and will come again."""
+
 
 class JobState(StrEnum):
     """Where a job is. UNKNOWN is neither running nor done: ask again."""
