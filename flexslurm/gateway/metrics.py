@@ -30,7 +30,7 @@ _E2E_S = (
 _TOKENS = tuple(2**power for power in range(18))
 _SHIFT_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-STATES = ("starting", "serving", "shifting", "waiting", "stopping")
+STATES = ("starting", "serving", "shifting", "waiting", "failed", "stopping")
 
 _GAUGES: dict[str, tuple[str, Callable[[Serving], float]]] = {
     "num_requests_running": ("Sequences in a batch.", lambda s: s.running),

@@ -23,7 +23,7 @@ class Serving(msgspec.Struct, frozen=True):
     """The service at a glance, for /health and /metrics."""
 
     state: str
-    """`starting`, `serving`, `shifting`, `waiting`, `stopping`."""
+    """`starting`, `serving`, `shifting`, `waiting`, `failed`, `stopping`."""
     epoch: int
     running: int
     waiting: int
