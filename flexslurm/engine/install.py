@@ -97,6 +97,7 @@ class Installer:
         step = Step(epoch=install.epoch, replica=replica, step=0, chunks=(chunk,))
         runner.finish(runner.begin(step), waited=True, stopped=self._stopped)
         runner.flush()
+        runner.free((0,))
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """Tell the head at each new phase and twice a second; the place where installs end."""

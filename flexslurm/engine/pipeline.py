@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,7 @@ class StageRunner:
         if pending.arriving is not None:
             pending.arriving.wait()
         self._pacer.begin(waited=waited or time.monotonic() - began > _IDLE_S)
+        self._stage.free(pending.step.freed)
         out = self._stage.forward(pending.batch, pending.hidden)
         tokens = self._sampled(pending.batch, out) if self._samples else None
         compute_s = self._pacer.end(StepLoad.of(pending.step.chunks))
@@ -111,6 +112,10 @@ class StageRunner:
             self._sends.append((target.broadcast(out), out))
         self._wait_sends(self._most_sends)
         return Outcome(tokens, compute_s)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """These blocks hold nothing any more, once the steps before are finished."""
+        self._stage.free(blocks)
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""

@@ -25,6 +25,7 @@ from flexslurm.engine.pipeline import Pending, StageRunner, StepOrder
 from flexslurm.engine.stage import Stage
 from flexslurm.errors import FlexslurmError, ModelError, ProtocolError
 from flexslurm.messages import (
+    FreeBlocks,
     Install,
     Installed,
     InstallFailed,
@@ -34,6 +35,9 @@ from flexslurm.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+Order = Step | FreeBlocks
+"""What is done one after another."""
 
 _MAX_WAITING_STEPS = 1024
 _CLOSE_S = 5.0
@@ -61,7 +65,7 @@ class Tenancy:
         self._stage: Stage | None = None
         self._runner: StageRunner | None = None
         self._order = StepOrder(install.epoch, install.slot.replica)
-        self._steps: queue.Queue[Step | None] = queue.Queue(_MAX_WAITING_STEPS)
+        self._steps: queue.Queue[Order | None] = queue.Queue(_MAX_WAITING_STEPS)
         self._overflow = False
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -71,10 +75,10 @@ class Tenancy:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, step: Step) -> None:
-        """Queue a step; never blocks. Too many of them break the epoch."""
+    def put(self, order: Order) -> None:
+        """Queue what is done in order; never blocks. Too much of it breaks the epoch."""
         try:
-            self._steps.put_nowait(step)
+            self._steps.put_nowait(order)
         except queue.Full:
             self._overflow = True
 
@@ -156,33 +160,44 @@ class Tenancy:
             kv_blocks=stage.plan.kv_blocks,
             load_s=loaded - formed,
             groups_s=formed - began,
+            kept_bytes=stage.kept_bytes,
         )
 
     def _serve(self) -> None:
-        pending: collections.deque[Pending] = collections.deque()
+        pending: collections.deque[Pending | FreeBlocks] = collections.deque()
         ahead = len(self._install.replica.stages) + 1
         number = 0
         try:
             while True:
                 waited = not pending
                 while not pending or (len(pending) < ahead and not self._steps.empty()):
-                    step = self._steps.get()
-                    if step is None or self._stop.is_set():
+                    order = self._steps.get()
+                    if order is None or self._stop.is_set():
                         return
-                    number = step.step
-                    pending.append(self._accept(step))
-                number = pending[0].step.step
-                self._do(pending.popleft(), waited=waited)
+                    number = order.step if isinstance(order, Step) else number
+                    pending.append(self._accept(order))
+                item = pending.popleft()
+                if isinstance(item, FreeBlocks):
+                    self._free(item)
+                else:
+                    number = item.step.step
+                    self._do(item, waited=waited)
         except Exception as error:  # noqa: BLE001 - whatever it is, the head is told
             if not self._stop.is_set():
                 self._break(number, error)
 
-    def _accept(self, step: Step) -> Pending:
+    def _accept(self, order: Order) -> Pending | FreeBlocks:
         assert self._runner is not None
         if self._overflow:
             raise ProtocolError(f"more than {_MAX_WAITING_STEPS} steps wait")
-        self._order.check(step)
-        return self._runner.begin(step)
+        if isinstance(order, FreeBlocks):
+            return order
+        self._order.check(order)
+        return self._runner.begin(order)
+
+    def _free(self, order: FreeBlocks) -> None:
+        assert self._runner is not None
+        self._runner.free(order.blocks)
 
     def _do(self, pending: Pending, *, waited: bool) -> None:
         assert self._runner is not None

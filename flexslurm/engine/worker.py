@@ -25,7 +25,7 @@ from flexslurm.engine.groups import Network, start_default_world
 from flexslurm.engine.install import Host
 from flexslurm.engine.nursery_server import WorkerSpec
 from flexslurm.engine.rendezvous import Rendezvous
-from flexslurm.engine.tenancy import Tenancy
+from flexslurm.engine.tenancy import Order, Tenancy
 from flexslurm.errors import (
     CapacityError,
     EnvironmentFault,
@@ -35,6 +35,7 @@ from flexslurm.errors import (
 )
 from flexslurm.messages import (
     PROTOCOL,
+    FreeBlocks,
     Install,
     Message,
     Refused,
@@ -90,7 +91,6 @@ class Worker:
             send=self._send,
             ended=self._ended,
         )
-        self.stale_steps = 0
         self._link: HeadLink[Message] = HeadLink(
             spec.endpoint, load_keys(Path(spec.keys)), incarnation, ToWorker, self._take
         )
@@ -156,8 +156,8 @@ class Worker:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Step():
-                self._step(message)
+            case Step() | FreeBlocks():
+                self._order(message)
             case RendezvousValue():
                 self._rendezvous.deliver(message)
             case WorkerWelcome():
@@ -185,12 +185,11 @@ class Worker:
         if known is None:
             self._wake()
 
-    def _step(self, step: Step) -> None:
+    def _order(self, order: Order) -> None:
         try:
-            self._tenancy(step.epoch).put(step)
+            self._tenancy(order.epoch).put(order)
         except StaleEpoch as error:
-            self.stale_steps += 1
-            log.info("dropped step %d: %s", step.step, error)
+            log.info("dropped a %s: %s", type(order).__name__, error)
 
     def _tenancy(self, epoch: int) -> Tenancy:
         """Raises StaleEpoch for an epoch that is not installed."""

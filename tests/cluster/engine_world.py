@@ -166,9 +166,11 @@ class World:
         assert isinstance(message, Installed), f"{message}\n{self.log(worker)}"
         return message
 
-    def send_step(self, placed: Placed, chunks: Sequence[Any]) -> int:
+    def send_step(
+        self, placed: Placed, chunks: Sequence[Any], *, freed: tuple[int, ...] = ()
+    ) -> int:
         number, placed.next_step = placed.next_step, placed.next_step + 1
-        step = Step(epoch=placed.epoch, replica=0, step=number, chunks=tuple(chunks))
+        step = Step(epoch=placed.epoch, replica=0, step=number, chunks=tuple(chunks), freed=freed)
         self.head.send(placed.workers, step)
         return number
 

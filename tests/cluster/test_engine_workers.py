@@ -16,6 +16,7 @@ from flexslurm.engine.sampling import sample
 from flexslurm.messages import (
     Chunk,
     ChunkSampling,
+    FreeBlocks,
     InstallFailed,
     InstallProgress,
     Pacing,
@@ -279,3 +280,20 @@ def test_wrong_pacing_and_a_second_arena_are_refused(world: World, tiny_model: P
     world.retire(placed)
     bigger = world.install(5, tiny_model, one, arena_bytes=2 * ARENA_BYTES)
     world.retire(bigger)
+
+
+@pytest.mark.parametrize("said", ["with a step", "between steps"])
+def test_a_freed_block_cannot_be_read(world: World, tiny_model: Path, said: str) -> None:
+    (worker,) = world.workers(1)
+    placed = world.install(1, tiny_model, replica_of([6], [1]))
+    first = Chunk(seq_id="x", tokens=(1, 2), start=0, blocks=(0,))
+    other = Chunk(seq_id="y", tokens=(3,), start=0, blocks=(1,))
+    world.done(placed, world.send_step(placed, [first]))
+    if said == "between steps":
+        world.head.send(worker, FreeBlocks(epoch=1, replica=0, blocks=(0,)))
+    freed = (0,) if said == "with a step" else ()
+    world.done(placed, world.send_step(placed, [other], freed=freed))
+    failing = world.send_step(placed, [Chunk(seq_id="x", tokens=(4,), start=2, blocks=(0,))])
+    _, failed = world.head.wait(StepFailed)
+    assert failed.step == failing and "block 0" in failed.reason
+    world.retire(placed)
