@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from flexslurm.errors import FlexslurmError, ServiceError
+
+if TYPE_CHECKING:
+    from flexslurm.cli.launch import LaunchPlan
+    from flexslurm.gear import Gear, NoGear
+    from flexslurm.wire.service_dir import ServiceDir
 
 _NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
 _DIR = click.option(
@@ -16,7 +21,7 @@ _DIR = click.option(
 )
 
 
-def _directory(service: str | None, service_dir: str | None) -> Any:
+def _directory(service: str | None, service_dir: str | None) -> ServiceDir:
     """The directory that is meant; without a name, the only one there is."""
     from flexslurm.cli.launch import service_directory
     from flexslurm.wire.service_dir import ServiceDir
@@ -31,7 +36,7 @@ def _directory(service: str | None, service_dir: str | None) -> Any:
     return directory
 
 
-def _only_service() -> Any:
+def _only_service() -> ServiceDir:
     from flexslurm.cli.launch import service_directory
 
     root = service_directory("x").path.parent
@@ -130,7 +135,7 @@ def launch(
         hold_until_end(plan, _say, service.executor.drain_timeout_sec)
 
 
-def describe_left(left: Any) -> str:
+def describe_left(left: Gear | NoGear) -> str:
     from flexslurm.gear import Gear
 
     if isinstance(left, Gear):
@@ -138,7 +143,7 @@ def describe_left(left: Any) -> str:
     return f"nothing fits, requests would wait ({left.reason})"
 
 
-def _wait(plan: Any, timeout: float, where: str) -> None:
+def _wait(plan: LaunchPlan, timeout: float, where: str) -> None:
     from flexslurm.cli import launch as launching
     from flexslurm.errors import DeadlineExceeded
 

@@ -30,23 +30,16 @@ def _replica(number: int, replica: Replica) -> list[str]:
         for stage in replica.stages
     ]
     widths = [max(len(line) for line in box) for box in boxes]
-    edge = {
-        "top": "   ".join(f"┌{'─' * (w + 2)}┐" for w in widths),
-        "bottom": "   ".join(f"└{'─' * (w + 2)}┘" for w in widths),
-    }
+    top = "   ".join(f"┌{'─' * (w + 2)}┐" for w in widths)
+    bottom = "   ".join(f"└{'─' * (w + 2)}┘" for w in widths)
     rows = []
     for row in range(3):
         join = " ─▶" if row == 1 else "   "
         cells = [f"│ {box[row]:<{w}} │" for box, w in zip(boxes, widths, strict=True)]
         rows.append(join.join(cells))
-    label = [f"  r{number} ", "     "]
-    return [
-        f"     {edge['top']}",
-        f"     {rows[0]}",
-        f"{label[0]} {rows[1]}"[:5] + rows[1],
-        f"     {rows[2]}",
-        f"     {edge['bottom']}",
-    ]
+    label = f"  r{number}".ljust(5)
+    indent = " " * len(label)
+    return [indent + top, indent + rows[0], label + rows[1], indent + rows[2], indent + bottom]
 
 
 def render_status(answer: StatusAnswer) -> str:
