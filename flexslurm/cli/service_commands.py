@@ -206,6 +206,8 @@ def logs(
     """Show the logs of a service: of PART (head, or a pilot's name), or list the parts."""
     from flexslurm.cli.log_files import follow_files, log_files, tail_files
 
+    if service_dir is not None and part is None:
+        service, part = None, service  # the directory names the service already
     directory = _directory(service, service_dir)
     files = log_files(directory.logs, part)
     if part is None:
@@ -239,15 +241,19 @@ def stop(service: str | None, drain: float, timeout: float, service_dir: str | N
 
 @click.command()
 @_NAME
-@click.argument("fragment")
+@click.argument("pilot", required=False)
 @click.option("--undo", is_flag=True, help="Take it into use again.")
 @_DIR
-def cordon(service: str | None, fragment: str, undo: bool, service_dir: str | None) -> None:
+def cordon(service: str | None, pilot: str | None, undo: bool, service_dir: str | None) -> None:
     """Move a service off a pilot without ending the pilot."""
     from flexslurm.cli.ask import ask
     from flexslurm.messages import AskDone, CordonAsk
 
+    if pilot is None:
+        service, pilot = None, service  # one word alone is the pilot
+    if pilot is None:
+        raise click.UsageError("which pilot? 'flexslurm status' lists them")
     directory = _directory(service, service_dir)
-    answer = ask(directory, CordonAsk(fragment=fragment, cordon=not undo), timeout_s=5.0)
+    answer = ask(directory, CordonAsk(fragment=pilot, cordon=not undo), timeout_s=5.0)
     if isinstance(answer, AskDone):
         click.echo(answer.message)

@@ -1,0 +1,42 @@
+"""Which word names the service and which the pilot, where one of them may be left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli.main import run
+
+
+@pytest.fixture
+def service_dir(tmp_path: Path) -> Path:
+    (tmp_path / "logs/head").mkdir(parents=True)
+    (tmp_path / "logs/a100-1").mkdir()
+    (tmp_path / "service.yaml").write_text("name: chat\n")
+    (tmp_path / "logs/head/head.log").write_text("the head's line\n")
+    (tmp_path / "logs/a100-1/pilot.log").write_text("the pilot's line\n")
+    return tmp_path
+
+
+def test_a_directory_names_the_service_so_a_word_is_the_part(
+    service_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["logs", "--service-dir", str(service_dir), "a100-1"]) == 0
+    assert capsys.readouterr().out == "the pilot's line\n"
+    assert run(["logs", "--service-dir", str(service_dir)]) == 0
+    listed = capsys.readouterr().out
+    assert "head/head.log" in listed and "a100-1/pilot.log" in listed
+
+
+def test_the_only_word_of_cordon_is_the_pilot(
+    service_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gets as far as asking the head, of which there is none."""
+    assert run(["cordon", "--service-dir", str(service_dir), "a100-1"]) == 7
+    assert "no head has published its address" in capsys.readouterr().err
+
+
+def test_cordon_needs_a_pilot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["cordon"]) == 2
+    assert "which pilot?" in capsys.readouterr().err
