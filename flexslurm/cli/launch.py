@@ -235,14 +235,12 @@ def execute(plan: LaunchPlan, say: Say) -> None:
 
 
 def _write_files(plan: LaunchPlan) -> None:
-    import yaml
-
     from flexslurm.wire.files import write_atomically
 
     directory = plan.directory
     for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
-        text = yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False)
-        write_atomically(path, text.encode(), mode=0o600)
+        # JSON is YAML 1.2, which is how the files are read; PyYAML writes 1.1
+        write_atomically(path, section.model_dump_json(indent=2).encode(), mode=0o600)
 
 
 def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:

@@ -101,12 +101,15 @@ def launch(
     """Launch the service described in SERVICE.yaml and wait until its endpoint answers."""
     from flexslurm.cli import launch as launching
     from flexslurm.cli.show import picture
-    from flexslurm.config.check import load_service_and_site
+    from flexslurm.cli.site_figures import check_figures
+    from flexslurm.config.check import load_pair
     from flexslurm.wire.service_dir import ServiceDir
 
-    service, site = load_service_and_site(
-        service_file, site_file, overrides=overrides, cluster=cluster
-    )
+    pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster)
+    check_figures(pair.service, pair.site)
+    for note in pair.notes:
+        click.echo(f"note: {note}")
+    service, site = pair.service.value, pair.site.value
     shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
     directory = (
         ServiceDir(Path(service_dir))

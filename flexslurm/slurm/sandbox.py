@@ -307,7 +307,8 @@ class Sandbox:
         """All processes of this sandbox: its daemons, job steps, and what descends from them.
 
         A job's process is known by SLURM_CONF naming our file and SLURMD_NODENAME, which only
-        slurmd sets: a user's shell with SLURM_CONF exported is not one.
+        slurmd sets, a daemon or a command of ours by its mark: a user's shell with SLURM_CONF
+        exported is not one.
         """
         conf = str(self.conf)
         all_now = processes.everything()
@@ -324,7 +325,9 @@ class Sandbox:
     # ------------------------------------------------------------------------------- asking
 
     def _slurm(self, argv: list[str], timeout_s: float = 15.0) -> str:
-        done = run(argv, env=clean_env(str(self.conf)), timeout_s=timeout_s)
+        # marked, so that `down` ends it too when this process is killed before it
+        env = clean_env(str(self.conf)) | {_MARK: "command"}
+        done = run(argv, env=env, timeout_s=timeout_s)
         if done.code:
             raise failure(done)
         return done.out
