@@ -28,6 +28,11 @@ class Config:
             raise ModelError(f"'{key}' must be a whole number of at least {least}, not {value!r}")
         return value
 
+    def experts(self) -> int:
+        """The number of experts, by the older or the newer name of the key."""
+        older = self.has("num_experts")
+        return self.whole("num_experts" if older else "num_local_experts")
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._values.get(key)
         if value is None:
@@ -254,7 +259,7 @@ def _mixtral(config: Config) -> _Parts:
     parts.same_layers(
         *parts.attention(False, False),
         *parts.experts(
-            config.whole("num_local_experts"),
+            config.experts(),
             config.whole("num_experts_per_tok"),
             config.whole("intermediate_size"),
         ),
@@ -271,7 +276,7 @@ def _qwen_moe(config: Config) -> _Parts:
     bias = config.flag("attention_bias", False) if third else config.flag("qkv_bias", True)
     attention = parts.attention(bias, bias and third) + (_head_norms(parts) if third else ())
     experts = parts.experts(
-        config.whole("num_experts"),
+        config.experts(),
         config.whole("num_experts_per_tok"),
         config.whole("moe_intermediate_size"),
     )

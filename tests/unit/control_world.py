@@ -4,13 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexslurm.control.actions import Action, Detach, OpenEpoch, Send
-from flexslurm.control.events import ControlSettings, Event, Heard, Tick, Unreachable
+from flexslurm.control.actions import (
+    Action,
+    BeginCutover,
+    BeginTransfer,
+    Detach,
+    DropShift,
+    ParkAll,
+    PlanShift,
+    RoomFree,
+    Send,
+    SwitchOver,
+)
+from flexslurm.control.events import (
+    ControlSettings,
+    CutOver,
+    Event,
+    Heard,
+    MoveFigures,
+    Parked,
+    ReplicaBroken,
+    ShiftEvent,
+    ShiftPlanned,
+    Switched,
+    Tick,
+    Transferred,
+    Unreachable,
+)
+from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.phases import InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.shift import InstalledGear, InstallSettings
 from flexslurm.control.state import Control
-from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Slot, Stage, slots
+from flexslurm.errors import CapacityError
+from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage, slots
 from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
@@ -18,6 +45,7 @@ from flexslurm.messages import (
     GpuInfo,
     Install,
     Installed,
+    InstallFailed,
     Message,
     Pacing,
     Retire,
@@ -43,14 +71,17 @@ class OneStagePerNode:
         nodes = signature.nodes()
         if signature.gpus() < self.least or not nodes:
             return NoGear(signature, f"{self.least} GPUs are needed, {signature.gpus()} are here")
+        estimates = Estimates(100.0 * signature.gpus(), 0.1, 0.01, 1000, 1.0)
+        return Gear(f"g-{signature}", signature, 16, self.replicas(signature), estimates)
+
+    def replicas(self, signature: Signature) -> tuple[Replica, ...]:
+        nodes = signature.nodes()
         cuts = [LAYERS * i // len(nodes) for i in range(len(nodes) + 1)]
         stages = tuple(
             Stage(shape.gpu_type, shape.gpus, cuts[i], cuts[i + 1], 64, i)
             for i, shape in enumerate(nodes)
         )
-        replica = Replica(stages, max_batch=8, max_batch_tokens=64, max_context=256)
-        estimates = Estimates(100.0 * signature.gpus(), 0.1, 0.01, 1000, 1.0)
-        return Gear(f"g-{signature}", signature, 16, (replica,), estimates)
+        return (Replica(stages, max_batch=8, max_batch_tokens=64, max_context=256),)
 
     def place(
         self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
@@ -58,11 +89,7 @@ class OneStagePerNode:
         free = list(agents)
         nodes: dict[int, AgentRecord] = {}
         for index, shape in enumerate(gear.signature.nodes()):
-            match = next(
-                a
-                for a in free
-                if (a.hello.gpu_type, len(a.hello.gpus)) == (shape.gpu_type, shape.gpus)
-            )
+            match = self._pick(shape, index, gear, free, current)
             free.remove(match)
             nodes[index] = match
         placed = {}
@@ -71,14 +98,43 @@ class OneStagePerNode:
             placed[slot] = GpuAt(nodes[stage.node].id, slot.tp_rank)
         return placed
 
+    def _pick(
+        self,
+        shape: Shape,
+        index: int,
+        gear: Gear,
+        free: Sequence[AgentRecord],
+        current: InstalledGear | None,
+    ) -> AgentRecord:
+        """An agent of this shape; the one that has the node's first slot now, if it is free."""
+        fit = [a for a in free if Shape(a.hello.gpu_type, len(a.hello.gpus)) == shape]
+        if not fit:
+            raise CapacityError(f"no {shape} for node {index} of {gear.name}")
+        if current is not None:
+            used = current.agents
+            fit.sort(key=lambda agent: agent.id not in used)
+        return fit[0]
+
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         return {}
+
+
+class OneReplicaPerNode(OneStagePerNode):
+    """Each node is a replica of its own."""
+
+    def replicas(self, signature: Signature) -> tuple[Replica, ...]:
+        return tuple(
+            Replica((Stage(shape.gpu_type, shape.gpus, 0, LAYERS, 64, i),), 8, 64, 256)
+            for i, shape in enumerate(signature.nodes())
+        )
 
 
 class World:
     """Feeds a `Control`, obeys its actions as agents and workers would, keeps what it did."""
 
-    def __init__(self, least: int = 1, **settings: float) -> None:
+    def __init__(
+        self, least: int = 1, planner: OneStagePerNode | None = None, **settings: float
+    ) -> None:
         policy = PolicySettings(min_action_gap_s=0.0, migration_benefit_ratio=1.3)
         self.control = Control(
             ControlSettings(
@@ -88,14 +144,27 @@ class World:
                 gpu_types=frozenset({"a100", "l40s"}),
                 **settings,  # type: ignore[arg-type]
             ),
-            OneStagePerNode(least),
+            planner or OneStagePerNode(least),
         )
         self.now = 0.0
         self.log: list[Action] = []
+        self.mode = Mode.RECOMPUTE
+        """What the shell finds out when it plans a shift."""
+        self.mute: set[type[Action]] = set()
+        """Actions that the shell never answers."""
+        self.drivers: set[ReplicaKey] = set()
+        """What the shell has open."""
+        self.paused: set[ReplicaKey] = set()
+        self.planned: PlanShift | None = None
+        """The shift under way, as the shell was told."""
         self.hung: set[str] = set()
         """Workers that do not answer Retire."""
         self.failing: dict[str, str] = {}
         """Agents whose installs fail, with the reason."""
+        self.slow: set[str] = set()
+        """Agents whose workers do not answer Install until they are no longer here."""
+        self.owed: list[tuple[str, int]] = []
+        """Installs that were not answered: worker and epoch."""
         self.dead: set[str] = set()
         """Agents that say nothing more."""
         self.cut: set[str] = set()
@@ -103,16 +172,86 @@ class World:
         self._count = 0
 
     def take(self, event: Event) -> list[Action]:
+        """Feed an event, and then what comes of its actions, as the controller's shell does."""
         actions = self.control.handle(self.now, event)
         self.log += actions
-        check_invariants(self.control)
+        answers: list[Event] = []
         for action in actions:
-            if isinstance(action, Send) and action.to.split("/")[0] in self.cut:
-                self.take(Unreachable(action.to))
+            answer = self._shell(action)
+            if answer is not None:
+                answers.append(answer)
+            elif isinstance(action, Send) and action.to.split("/")[0] in self.cut:
+                answers.append(Unreachable(action.to))
             elif isinstance(action, Send):
-                for sender, answer in self._obey(action):
-                    self.take(Heard(sender, answer))
+                answers += [Heard(sender, answer) for sender, answer in self._obey(action)]
+        check_invariants(self.control)
+        self._check_shell()
+        for answer in answers:
+            self.take(answer)
         return actions
+
+    def _shell(self, action: Action) -> ShiftEvent | None:
+        answer: ShiftEvent | None = None
+        match action:
+            case PlanShift():
+                self.planned = action
+                answer = ShiftPlanned(action.epoch, ShiftOrder(self.mode))
+            case ParkAll(epoch):
+                self.paused |= self._going()
+                answer = Parked(epoch)
+            case BeginTransfer(epoch):
+                assert not self.paused
+                answer = Transferred(epoch)
+            case BeginCutover(epoch):
+                self.paused |= self._going()
+                answer = CutOver(epoch)
+            case Detach(replicas):
+                assert set(replicas) <= self.drivers
+                self.drivers -= set(replicas)
+                self.paused -= set(replicas)
+            case DropShift():
+                self.planned, self.paused = None, set()
+            case SwitchOver(epoch, _, opened, closed):
+                assert set(closed) <= self.drivers
+                self.drivers |= {one.key for one in opened.values()}
+                self.drivers -= set(closed)
+                self.planned, self.paused = None, set()
+                answer = Switched(epoch, MoveFigures())
+        return None if type(action) in self.mute else answer
+
+    def _going(self) -> set[ReplicaKey]:
+        assert self.planned is not None
+        return self.drivers - set(self.planned.new.keys)
+
+    def _check_shell(self) -> None:
+        current = self.control.current
+        keys = set(current.keys) if current is not None else set()
+        assert self.drivers == keys, f"drivers of {self.drivers}, {keys} are in place"
+        if self.control.shift is None:
+            assert not self.paused, f"{self.paused} stand still, and nothing is under way"
+
+    def mend(self) -> None:
+        """Nothing is mute, slow or hung any more, and what was owed is answered."""
+        muted = bool(self.mute)
+        for faults in (self.mute, self.slow, self.hung):
+            faults.clear()
+        owed, self.owed = self.owed, []
+        for worker, epoch in owed:
+            self.take(Heard(worker, self._install(worker, epoch)))
+        shift = self.control.shift
+        if shift is not None and muted:
+            late: dict[Phase, type[Parked | Transferred | CutOver]] = {
+                Phase.PARK: Parked, Phase.TRANSFER: Transferred, Phase.CUTOVER: CutOver,
+            }  # fmt: skip
+            if shift.phase in late:
+                self.take(late[shift.phase](shift.epoch))
+
+    def worker(self, agent: str, gpu: int = 0) -> str:
+        return self.control.members.agents[agent].workers[gpu].worker
+
+    def break_replica(self, number: int = 0, reason: str = "a step was not answered") -> None:
+        assert self.control.current is not None
+        self.take(ReplicaBroken(self.control.current.replicas[number].key, reason))
 
     def join(self, name: str, gpu_type: str = "a100", gpus: int = 2, fragment: str = "") -> None:
         hello = AgentHello(
@@ -159,6 +298,8 @@ class World:
                     for g in gpus
                     if (w := self.control.members.agents[action.to].workers.get(g))
                 ]
+            case Install(epoch=epoch) if action.to.split("/")[0] in self.slow:
+                self.owed.append((action.to, epoch))
             case Install(epoch=epoch):
                 return [(action.to, self._install(action.to, epoch))]
             case Retire(epoch=epoch) if action.to not in self.hung:
@@ -179,8 +320,6 @@ class World:
         ]
 
     def _install(self, worker: str, epoch: int) -> Message:
-        from flexslurm.messages import InstallFailed
-
         agent = worker.split("/", maxsplit=1)[0]
         if agent in self.failing:
             fatal = self.failing[agent].startswith("fatal")
@@ -193,11 +332,22 @@ class World:
 
     # ------------------------------------------------------------------ looking
 
-    def opened(self) -> list[OpenEpoch]:
-        return [action for action in self.log if isinstance(action, OpenEpoch)]
+    def opened(self) -> list[SwitchOver]:
+        return [action for action in self.log if isinstance(action, SwitchOver)]
 
-    def detached(self) -> int:
-        return sum(isinstance(action, Detach) for action in self.log)
+    def detached(self) -> list[ReplicaKey]:
+        return [key for a in self.log if isinstance(a, Detach) for key in a.replicas]
+
+    def told(self, kind: type[Message], to: str = "") -> list[Send]:
+        """Messages of a kind so far, to the workers of an agent or to all."""
+        return [
+            a
+            for a in self.log
+            if isinstance(a, Send) and isinstance(a.message, kind) and a.to.startswith(to)
+        ]
+
+    def room_freed(self) -> list[int]:
+        return [a.epoch for a in self.log if isinstance(a, RoomFree)]
 
     def serving(self) -> str | None:
         current = self.control.current
@@ -211,10 +361,25 @@ def check_invariants(control: Control) -> None:
         for slot, worker in current.workers.items():
             assert members.worker_at(current.placement[slot]) is not None, f"{slot} has no worker"
             assert members.alive(worker), f"{slot} is served by a dead worker"
-        assert current.epoch <= control.epoch
+        assert current.replicas and max(key.epoch for key in current.keys) <= control.epoch
+        assert len(current.keys) == len(current.replicas), "a replica under two numbers"
     if shift is not None:
         assert not shift.over, "a shift that is over is still under way"
         assert shift.epoch == control.epoch
-    assert {h.worker for h in control.held} <= {w.worker for w in members.workers()}
+    _check_holdings(control)
     places = [(a.hello.fragment, a.hello.node) for a in members.agents.values()]
     assert len(places) == len(set(places)), "two agents of one fragment on one node"
+
+
+def _check_holdings(control: Control) -> None:
+    """Whatever a worker holds is of a living worker, and serves, is installed or is closing."""
+    wanted = set()
+    if control.current is not None:
+        for one in control.current.replicas.values():
+            wanted |= {(worker, one.key.epoch) for worker in one.workers}
+    if control.shift is not None:
+        for one in control.shift.target.values():
+            wanted |= {(worker, one.key.epoch) for worker in one.workers}
+    assert control.holdings.in_use() <= wanted, "an epoch that nobody wants is not closed"
+    holders = {held.worker for held in control.holdings}
+    assert holders <= {worker.worker for worker in control.members.workers()}

@@ -7,14 +7,14 @@ import pytest
 from flexslurm.control.actions import Record, Say, Send
 from flexslurm.control.events import (
     Cordon,
-    EpochBroken,
     Heard,
     PilotGone,
     PilotLeaving,
     Tick,
     Unreachable,
 )
-from flexslurm.control.state import restore_epoch
+from flexslurm.control.installed import ReplicaKey
+from flexslurm.control.restore import restore_epoch
 from flexslurm.messages import (
     AgentBeat,
     AgentBye,
@@ -54,7 +54,7 @@ def test_a_killed_worker_pauses_at_once_and_is_replaced() -> None:
     world.join("b")
     world.run(3)
     world.kill_worker("b", 1)
-    assert world.detached() == 1 and world.control.current is None
+    assert world.detached() == [ReplicaKey(1, 0)] and world.control.current is None
     world.run(1)
     assert world.serving() == "a100:2x2"
     assert [opened.epoch for opened in world.opened()] == [1, 2]
@@ -136,7 +136,7 @@ def test_a_worker_that_hangs_in_a_collective_is_killed_and_the_shift_goes_on() -
     world.run(3)
     survivor = world.control.members.agents["a"].workers[0].worker
     world.hung.add(survivor)
-    world.take(EpochBroken(1, "a step was not answered"))
+    world.break_replica()
     world.run(1)
     assert world.serving() is None
     world.run(5)
@@ -244,8 +244,8 @@ def test_every_epoch_is_in_the_journal_before_its_messages() -> None:
         if isinstance(a, Record) or (isinstance(a, Send) and "Install" in type(a.message).__name__)
     ]
     assert events == [
-        "epoch", "Install", "Install", "committed",
-        "broken", "epoch", "Install", "Install", "committed",
+        "epoch", "planned", "Install", "Install", "committed", "switched",
+        "broken", "epoch", "planned", "Install", "Install", "committed", "switched",
     ]  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_a_closed_connection_is_a_loss_without_waiting_for_the_heartbeat() -> No
     world.run(3)
     world.dead.add("b")
     world.cut.add("b")
-    world.take(EpochBroken(1, "a step failed"))
+    world.break_replica()
     world.run(0.5)
     assert world.serving() == "a100:2"
     assert [opened.epoch for opened in world.opened()][-1] == world.control.epoch

@@ -40,7 +40,10 @@ def test_all_workers_get_all_steps_in_order() -> None:
     inboxes = list(rig.workers.inboxes.values())
     assert len(inboxes) == 4
     assert all(inbox == inboxes[0] for inbox in inboxes)
-    assert [m.step for m in inboxes[0] if isinstance(m, Step)] == list(range(len(inboxes[0])))
+    steps = [m.step for m in inboxes[0] if isinstance(m, Step)]
+    assert steps == list(range(len(steps)))
+    freed = [block for m in inboxes[0] for block in (m.freed if isinstance(m, Step) else m.blocks)]
+    assert len(freed) == 5 * 2, "five sequences of two blocks each"
     for n in range(5):
         rig.answers.check(make_request(f"s{n}", (n, 1), 6))
     assert rig.driver.idle and rig.driver.load().free_blocks == 64

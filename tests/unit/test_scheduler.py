@@ -39,7 +39,7 @@ class Rig:
 
     def answer(self) -> None:
         batch = self.flying.popleft()
-        for event in self.scheduler.complete(batch.step, self.engine.run(batch.chunks)):
+        for event in self.scheduler.complete(batch.step, self.engine.run(batch.chunks, batch.freed)):
             self.answers.take(event)
         self.scheduler.check_invariants()
 
@@ -231,7 +231,7 @@ def test_the_youngest_is_evicted_and_recomputed_without_repeating_a_token() -> N
     rig.add(young, old, middle)
     while not rig.scheduler.load().evictions:
         rig.step()
-    states = {s.seq_id: s.state for s in rig.scheduler._sequences.values()}
+    states = {s.seq_id: s.state for s in rig.scheduler._roster.all.values()}
     assert states["young"] is SequenceState.EVICTED
     assert SequenceState.EVICTED not in (states["old"], states["middle"])
     before = len(rig.answers.tokens["young"])

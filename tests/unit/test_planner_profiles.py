@@ -1,0 +1,133 @@
+"""Measured profiles: read, fitted, used in place of the formula; malformed ones refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from flexslurm.errors import ConfigError
+from flexslurm.gear import Gear, Signature
+from flexslurm.planner.files import load_profiles
+from flexslurm.planner.gears import plan_gear
+from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.problem import Problem, StageKind
+from flexslurm.planner.profiles import Ramp, Row, read_profile, write_profile
+from flexslurm.planner.published import config_of
+from flexslurm.planner.topology import Topology
+from flexslurm.planner.workload import Goal, Limits, Workload
+
+ABOUT = {"model": "smollm2-135m", "gpu_type": "l4", "tp": 1, "dtype": "bfloat16"}
+SPEC = ModelSpec.from_config(config_of("smollm2-135m"), name="smollm2-135m")
+FIGURES = Topology.from_catalogue(("l4",))
+
+
+def true_layer(new: float, context: float, pairs: float) -> float:
+    """A machine: flat to 16 tokens, then linear; reading KV; attending."""
+    return 1e-3 + 5e-5 * max(0.0, new - 16) + 2e-7 * context + 1e-8 * pairs
+
+
+def rows() -> list[Row]:
+    found = [
+        Row("decode", layers, batch, context, layers * true_layer(batch, batch * context,
+                                                                  batch * context))
+        for layers in (2, 4)
+        for batch in (1, 4, 16, 64)
+        for context in (16, 256, 1024)
+    ]  # fmt: skip
+    found += [
+        Row("prefill", 2, 1, n, 2 * true_layer(n, n, n * (n + 1) / 2)) for n in (32, 128, 512)
+    ]
+    found += [Row("first", 0, n, 0, 1e-6 * n) for n in (1, 64, 512)]
+    found += [Row("last", 0, n, 0, 1e-3 + 2e-5 * n) for n in (1, 16, 64)]
+    return [*found, Row("load", 4, 0, 0, 0.4)]
+
+
+def test_the_fit_gives_back_a_machine_of_its_kind() -> None:
+    profile = read_profile(write_profile(ABOUT, rows()), "p.csv")
+    assert profile.kind == StageKind("l4", 1)
+    decodes = [(n, n * c, n * c) for n, c in ((1, 16), (8, 110), (40, 100), (64, 1024))]
+    prefills = [(n, n, n * (n + 1) / 2) for n in (40, 300)]
+    for load in (*decodes, *prefills):
+        assert profile.layer_s(*load) == pytest.approx(true_layer(*load), rel=0.03), load
+    assert profile.load_layer_s == pytest.approx(0.1)
+    assert profile.last(32) == pytest.approx(1e-3 + 2e-5 * 32, rel=1e-6)
+    assert profile.covers(100, 1000)
+    assert not profile.covers(1000, 1000) and not profile.covers(100, 10**6)
+
+
+def test_times_never_fall_even_where_measurements_do() -> None:
+    noisy = [r._replace(seconds=r.seconds * (1.3 if i % 3 else 0.7)) for i, r in enumerate(rows())]
+    profile = read_profile(write_profile(ABOUT, noisy), "p.csv")
+    for grid in (
+        [profile.layer_s(n, 1000, 1000) for n in range(1, 700, 7)],
+        [profile.layer_s(8, n, n) for n in range(1, 70_000, 700)],
+        [profile.last(n) for n in range(1, 100)],
+    ):
+        assert all(a <= b for a, b in itertools.pairwise(grid))
+
+
+def test_a_ramp_goes_on_with_its_last_slope() -> None:
+    ramp = Ramp((1.0, 2.0, 4.0), (1.0, 1.0, 3.0))
+    assert [ramp(x) for x in (0.5, 1.5, 3.0, 6.0)] == [1.0, 1.0, 2.0, 5.0]
+    assert Ramp((), ())(5.0) == 0.0
+    assert Ramp((1.0,), (2.0,))(9.0) == 2.0
+
+
+def test_the_planner_uses_what_was_measured() -> None:
+    profile = read_profile(write_profile(ABOUT, rows()), "p.csv")
+    goal = Goal(Workload(64, 64), limits=Limits(max_batch=16))
+    problem = Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})
+    time = problem.times(profile.kind, 4)
+    new, context = 4 * problem.load.new_tokens, 4 * problem.load.context_tokens
+    layer = profile.layer_s(new, context, 4 * problem.load.pairs)
+    send = FIGURES.node_link.latency_s + new * SPEC.activation_bytes / FIGURES.node_link.bandwidth
+    assert time[3, 10] == pytest.approx(7 * layer + send, rel=1e-9)
+    ends = profile.first(new) + profile.last(4 * problem.load.sampled)
+    assert time[0, 30] == pytest.approx(30 * layer + ends, rel=1e-9)
+    signature = Signature.parse("l4:1")
+    slow = plan_gear(SPEC, FIGURES, goal, signature, profiles={profile.kind: profile})
+    formula = plan_gear(SPEC, FIGURES, goal, signature)
+    assert isinstance(slow, Gear) and isinstance(formula, Gear)
+    assert slow.estimates.tokens_per_s < formula.estimates.tokens_per_s
+    assert slow.estimates.load_s == pytest.approx(3.0)
+
+
+GOOD = write_profile(ABOUT, rows())
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", None, "does not say its model and gpu_type and tp and dtype"),
+        (GOOD.replace(" tp=1", " tp=x"), 1, "tp must be a whole number"),
+        (GOOD.replace("phase,layers", "phase,stages"), 2, "the columns must be"),
+        (GOOD + "decode,2,1,64\n", 36, "5 values are expected, not 4"),
+        (GOOD + "decode,2,1,64,-0.1\n", 36, "at least 0, not -0.1"),
+        (GOOD + "decode,2,1,64,nan\n", 36, "finite"),
+        (GOOD + "decode,2,1,64,soon\n", 36, "seconds must be a number, not 'soon'"),
+        (GOOD + "decode,2,-1,64,1\n", 36, "batch must be a whole number"),
+        (GOOD + "decode,0,1,64,1\n", 36, "above 0"),
+        (GOOD + "warmup,2,1,64,1\n", 36, "unknown phase 'warmup'"),
+        ("\n".join(line for line in GOOD.splitlines() if "decode" not in line), None, "decode"),
+    ],
+)
+def test_malformed_profiles_are_refused(text: str, line: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_profile(text, "p.csv")
+    assert caught.value.file == "p.csv"
+    if line is not None:
+        assert caught.value.line in (line, len(text.splitlines()))
+
+
+def test_profiles_are_found_by_model_and_kind(tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text(GOOD)
+    (tmp_path / "other.csv").write_text(GOOD.replace("smollm2-135m", "another"))
+    found = load_profiles([tmp_path], SPEC, FIGURES)
+    assert list(found) == [StageKind("l4", 1)]
+    (tmp_path / "bad.csv").write_text(GOOD.replace("gpu_type=l4", "gpu_type=l5"))
+    with pytest.raises(ConfigError, match="no GPU type 'l5'"):
+        load_profiles([tmp_path], SPEC, FIGURES)
+    with pytest.raises(ConfigError, match="cannot read it"):
+        load_profiles([tmp_path / "none.csv"], SPEC, FIGURES)

@@ -1,0 +1,173 @@
+"""Gear tables: what is written is found, quickly; damaged ones are refused; byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from flexslurm.errors import ConfigError
+from flexslurm.gear import Gear, NoGear, Shape, Signature, Stage, check_gear
+from flexslurm.planner.files import open_table
+from flexslurm.planner.hashing import inputs_hash
+from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.planner import Planner
+from flexslurm.planner.published import config_of
+from flexslurm.planner.table import Entry, GearTable, Header, TablePipeline, encode
+from flexslurm.planner.tabulate import Pilots, make_table, pilots_of
+from flexslurm.planner.topology import Topology
+from flexslurm.planner.workload import Goal, Slo, Workload
+
+SPEC = ModelSpec.from_config(config_of("llama-3.1-8b"), name="llama-3.1-8b")
+FIGURES = Topology.from_catalogue(("l4", "a10", "t4"))
+GOAL = Goal(Workload(500, 100))
+POOL = Signature.parse("a10:2x2,l4:1x3,t4:3x1")
+
+
+def planner(pool: Signature = POOL, goal: Goal = GOAL) -> Planner:
+    return Planner(SPEC, FIGURES, goal, pool)
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return make_table(planner(), pilots_of(POOL))
+
+
+def test_every_allocation_is_in_it(data: bytes) -> None:
+    table, live = GearTable(data), planner()
+    assert len(table) == 3 * 4 * 2
+    for signature in table.signatures():
+        found, expected = table.gear(signature), live.plan(signature)
+        assert found == expected
+        if isinstance(found, Gear):
+            check_gear(found, SPEC.num_layers)
+    assert table.header.model == "llama-3.1-8b"
+    assert table.header.inputs == inputs_hash(SPEC, FIGURES, GOAL, POOL)
+
+
+def test_the_same_inputs_give_the_same_bytes(data: bytes) -> None:
+    assert make_table(planner(), pilots_of(POOL)) == data
+
+
+def test_other_inputs_have_another_hash() -> None:
+    hashes = {
+        inputs_hash(SPEC, FIGURES, GOAL, POOL),
+        inputs_hash(SPEC, FIGURES, Goal(Workload(501, 100)), POOL),
+        inputs_hash(SPEC, FIGURES, Goal(GOAL.workload, Slo(tpot_s=1.0)), POOL),
+        inputs_hash(SPEC, FIGURES, GOAL, Signature.parse("a10:2x2")),
+        inputs_hash(SPEC, FIGURES.with_memory({"l4": 2**30}), GOAL, POOL),
+    }
+    assert len(hashes) == 5
+    unused = FIGURES.with_memory({"t4": 2**30})
+    some = Signature.parse("l4:1")
+    assert inputs_hash(SPEC, unused, GOAL, some) == inputs_hash(SPEC, FIGURES, GOAL, some)
+
+
+def test_why_there_is_none(data: bytes) -> None:
+    small = Signature.parse("t4:3x1")
+    table = GearTable(make_table(planner(small, Goal(Workload(9, 9))), pilots_of(small)))
+    nothing = table.gear(Signature())
+    assert isinstance(nothing, NoGear) and nothing.short_bytes > 0 and nothing.reason
+    assert isinstance(table.gear(small), Gear)
+
+
+def test_beyond_the_pool_the_best_dominated_gear_is_given_at_once(data: bytes) -> None:
+    table = GearTable(data)
+    more = Signature.parse("a10:2x2,l4:1x9,t4:3x5,h100:8x4")
+    assert table.find(more) is None and table.gear(more) is None
+    gear = table.dominated(more)
+    assert gear is not None and gear.signature == POOL
+    larger = Signature.parse("a10:5x1,l4:4x1")  # stand in for a10:2 and l4:1
+    gear = table.dominated(larger)
+    assert gear is not None and gear.signature == Signature.parse("a10:2,l4:1")
+    assert table.dominated(Signature.parse("h100:8x4")) is None
+
+
+def test_a_table_of_pilots_has_only_their_multiples() -> None:
+    """Pilots of two nodes: the best dominated gear of three nodes is that of two."""
+    pool = Signature.parse("l4:2x4")
+    pilots = (Pilots(Signature.parse("l4:2x2"), 2),)
+    table = GearTable(make_table(planner(pool), pilots))
+    assert [str(s) for s in table.signatures()] == ["", "l4:2x2", "l4:2x4"]
+    assert table.gear(Signature.parse("l4:2x3")) is None
+    gear = table.dominated(Signature.parse("l4:2x3"))
+    assert gear is not None and gear.signature == Signature.parse("l4:2x2")
+
+
+def test_the_fallback_fits_the_smallest_allocation(data: bytes) -> None:
+    table = GearTable(data)
+    fallback = table.fallback()
+    assert fallback is not None
+    fitting = [s for s in table.signatures() if isinstance(table.gear(s), Gear)]
+    assert fallback.signature.gpus() == min(s.gpus() for s in fitting)
+
+
+def test_losing_a_node_has_a_cost(data: bytes) -> None:
+    table = GearTable(data)
+    entry = table.find(POOL)
+    assert entry is not None
+    assert {cost.shape for cost in entry.shifts} == {0, 1, 2}
+    for cost in entry.shifts:
+        assert cost.moved_bytes >= 0 and cost.seconds >= 0
+    # Whole copies on single GPUs: losing one moves nothing.
+    singles = Signature.parse("l4:1x3")
+    alike = GearTable(make_table(planner(singles), pilots_of(singles))).find(singles)
+    assert alike is not None and alike.shifts[0].moved_bytes == 0
+
+
+def test_damage_is_seen(data: bytes) -> None:
+    for bad, words in (
+        (b"", "not a gear table"),
+        (b"hello, this is no table at all", "not a gear table"),
+        (data[:-1], "cut short"),
+        (data + b"x", "cut short"),
+        (data[:7] + b"\x09" + data[8:], "version 9"),
+        (data[:33] + bytes(10) + data[43:], "damaged"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            GearTable(bad, "gears.bin")
+
+
+def test_a_file_is_mapped(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "gears.bin"
+    path.write_bytes(data)
+    table = open_table(path)
+    assert table.gear(POOL) == GearTable(data).gear(POOL)
+    with pytest.raises(ConfigError, match="cannot read it"):
+        open_table(tmp_path / "none.bin")
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(ConfigError, match="not a gear table"):
+        open_table(tmp_path / "empty")
+
+
+def test_a_hundred_thousand_signatures_load_and_answer_quickly(tmp_path: Path) -> None:
+    """Under 50 ms to load and 50 us to find a gear."""
+    pool = Signature.parse("a:4x16,b:2x20,c:1x279")
+    stages = tuple(Stage("a", 2, 8 * i, 8 * i + 8, 100, 0) for i in range(4))
+    pipeline = TablePipeline(stages, 64, 4096, 100, 10.0, 0.1, 0.02, 3.0, (1, 2, 3, 4))
+    entry = Entry(((0, 4),), tuple(range(16)), 0, 0.0)
+    shapes = (Shape("a", 4), Shape("b", 2), Shape("c", 1))
+    every = itertools.product(range(17), range(21), range(280))
+    entries = {
+        Signature(tuple((s, n) for s, n in zip(shapes, counts, strict=True) if n)): entry
+        for counts in every
+    }
+    header = Header("0", "m", pool, 256, 512, (pipeline,), ("because",), None)
+    path = tmp_path / "gears.bin"
+    path.write_bytes(encode(header, entries))
+    assert len(entries) == 99_960
+    loads, finds = [], []
+    wanted = [Signature.parse(f"a:4x{1 + i % 16},b:2x{1 + i % 20},c:1x{1 + i}") for i in range(200)]
+    for _ in range(5):
+        began = time.perf_counter()
+        table = open_table(path)
+        loads.append(time.perf_counter() - began)
+        for signature in wanted:
+            began = time.perf_counter()
+            gear = table.gear(signature)
+            finds.append(time.perf_counter() - began)
+            assert gear is not None
+    assert min(loads) < 0.05
+    assert sorted(finds)[len(finds) // 2] < 50e-6
