@@ -94,7 +94,8 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise EnvironmentFault(
-            f"gateway.host '{host}' is not an address of this machine: {error.strerror}"
+            f"gateway.host '{host}' is not an address of this machine: {error.strerror}",
+            hint="0.0.0.0 listens at all of them",
         ) from error
     listener = socket.socket(family, kind, proto)
     try:

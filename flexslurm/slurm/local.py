@@ -58,7 +58,9 @@ class LocalSubmitter:
             keeper = self._start_keeper(directory, job["env"])
             _write(directory / "keeper.json", {"keeper": keeper})
         except OSError as error:
-            raise EnvironmentFault(f"cannot start a local job: {error}") from error
+            raise EnvironmentFault(
+                f"cannot start a local job: {error}", hint=f"it needs {directory} and a process"
+            ) from error
         return directory.name
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
@@ -110,7 +112,10 @@ class LocalSubmitter:
             with contextlib.suppress(FileExistsError):
                 (self._jobs / f"local-{number}").mkdir()
                 return self._jobs / f"local-{number}"
-        raise EnvironmentFault(f"{self._jobs} holds {_MAX_JOBS} jobs")
+        raise EnvironmentFault(
+            f"{self._jobs} holds {_MAX_JOBS} jobs",
+            hint="stop the service and remove this directory",
+        )
 
     def _job(self, job_id: str, spec: PilotSpec | HeadSpec) -> dict[str, Any]:
         inherited = clean_env()

@@ -171,7 +171,9 @@ class Sandbox:
             self.home.mkdir(parents=True, exist_ok=True)
             handle = self._lock_file.open("a")
         except OSError as error:
-            raise EnvironmentFault(f"cannot use {self.home}: {error.strerror}") from error
+            raise EnvironmentFault(
+                f"cannot use {self.home}: {error.strerror}", hint="choose another with --dir"
+            ) from error
         deadline = time.monotonic() + timeout_s
         with handle:
             while True:
@@ -181,7 +183,8 @@ class Sandbox:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise EnvironmentFault(
-                            f"another flexslurm holds {self.home} for more than {timeout_s:g} s"
+                            f"another flexslurm holds {self.home} for more than {timeout_s:g} s",
+                            hint="wait for its 'sandbox up' or 'down' to end, or end that process",
                         ) from None
                     time.sleep(0.1)
             yield
@@ -202,7 +205,10 @@ class Sandbox:
             except _PortTaken:
                 self._end_processes()
                 if left == 0:
-                    raise EnvironmentFault("found no free ports for the daemons") from None
+                    raise EnvironmentFault(
+                        "other programs took the daemons' ports as often as new ones were chosen",
+                        hint="try again",
+                    ) from None
 
     def _start_daemons(self, config: SandboxConfig, layout: Layout, mark: str) -> None:
         env = clean_env(str(layout.conf), os.environ) | {_MARK: mark}
@@ -296,7 +302,10 @@ class Sandbox:
         left = processes.end_all(self._members, term_s=1.5, kill_s=8.0)
         if left:
             names = ", ".join(f"{p.name} ({p.pid})" for p in left)
-            raise EnvironmentFault(f"these processes of the sandbox do not end: {names}")
+            raise EnvironmentFault(
+                f"these processes of the sandbox do not end: {names}",
+                hint="what they wait for in the kernel may end; then: flexslurm sandbox down",
+            )
 
     def _daemons(self) -> list[Process]:
         """munged, slurmctld and the slurmd: processes that carry the sandbox's mark."""

@@ -117,7 +117,10 @@ def free_ports(names: Sequence[str]) -> dict[str, int]:
                 probe.bind(("0.0.0.0", port))  # noqa: S104 - the daemons bind so
                 found[names[len(found)]] = port
     if len(found) < len(names):
-        raise EnvironmentFault(f"found no {len(names)} free ports between {low} and {high}")
+        raise EnvironmentFault(
+            f"found no {len(names)} free ports between {low} and {high}",
+            hint="end what holds them, or configure fewer nodes",
+        )
     return found
 
 
@@ -178,7 +181,9 @@ def _own_directory(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise EnvironmentFault(f"{path} is not a directory of this user")
+        raise EnvironmentFault(
+            f"{path} is not a directory of this user", hint="choose a shorter --dir, or set TMPDIR"
+        )
     path.chmod(0o755 if found.st_uid == 0 else 0o700)
 
 

@@ -38,7 +38,8 @@ class GuardedExecutor(SlurmExecutor):  # type: ignore[misc]
             job = self.submit(become, self._spec.command, dict(self._spec.env))
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot write the job's files in {self.folder}: {error.strerror}"
+                f"cannot write the job's files in {self.folder}: {error.strerror}",
+                hint="free space there, or choose another directory with --service-dir",
             ) from error
         return str(job.job_id)
 
