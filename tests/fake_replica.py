@@ -15,6 +15,7 @@ from flexslurm.gear import Replica, Stage
 from flexslurm.messages import (
     Chunk,
     FinishReason,
+    FreeBlocks,
     Message,
     SampledToken,
     SamplingParams,
@@ -97,7 +98,23 @@ class FakeReplica:
         self.block_tokens = block_tokens
         self.cells: dict[tuple[int, int], int] = {}
 
-    def run(self, chunks: Sequence[Chunk]) -> tuple[SampledToken, ...]:
+    def free(self, blocks: Sequence[int]) -> None:
+        """Forget what these blocks hold, so that nobody can read it by mistake."""
+        assert len(set(blocks)) == len(blocks)
+        for cell in [cell for cell in self.cells if cell[0] in set(blocks)]:
+            del self.cells[cell]
+
+    def pull(self, source: FakeReplica, pairs: Sequence[tuple[int, int]]) -> None:
+        """Take blocks of another replica as they are now: (its block, our block)."""
+        assert source.block_tokens == self.block_tokens
+        for theirs, ours in pairs:
+            assert not any(block == ours for block, _ in self.cells), f"block {ours} is in use"
+            for (block, offset), token in list(source.cells.items()):
+                if block == theirs:
+                    self.cells[ours, offset] = token
+
+    def run(self, chunks: Sequence[Chunk], freed: Sequence[int] = ()) -> tuple[SampledToken, ...]:
+        self.free(freed)
         ids = [chunk.seq_id for chunk in chunks]
         assert len(set(ids)) == len(ids) <= self.replica.max_batch
         assert 0 < sum(len(chunk.tokens) for chunk in chunks) <= self.replica.max_batch_tokens
@@ -137,12 +154,15 @@ class FakeWorkers:
         block_tokens: int,
         emit: Callable[[TokenEvent], None],
         now: Callable[[], float] = lambda: 0.0,
+        *,
+        paused: bool = False,
+        seat: int | None = None,
     ) -> None:
         self.epoch, self.index = epoch, index
         self.engine = FakeReplica(replica, block_tokens)
         self.names = tuple(f"w{epoch}.{index}.{n}" for n in range(replica.gpus))
         self.inboxes: dict[str, list[Message]] = {name: [] for name in self.names}
-        self.pending: deque[Step] = deque()
+        self.pending: deque[Step | FreeBlocks] = deque()
         self.broken: list[str] = []
         self.driver = Driver(
             epoch,
@@ -154,10 +174,12 @@ class FakeWorkers:
             emit=emit,
             broken=self.broken.append,
             now=now,
+            paused=paused,
+            seat=seat,
         )
 
     def _send(self, worker: str, message: Message) -> None:
-        assert isinstance(message, Step) and message.epoch == self.epoch
+        assert isinstance(message, Step | FreeBlocks) and message.epoch == self.epoch
         assert message.replica == self.index
         self.inboxes[worker].append(message)
         if worker == self.names[-1]:
@@ -165,11 +187,13 @@ class FakeWorkers:
 
     def answer(self) -> bool:
         """Do the oldest step that waits; whether there was one."""
-        if not self.pending:
-            return False
-        step = self.pending.popleft()
-        self.driver.on_step_done(self.done(step))
-        return True
+        while self.pending:
+            step = self.pending.popleft()
+            if isinstance(step, Step):
+                self.driver.on_step_done(self.done(step))
+                return True
+            self.engine.free(step.blocks)
+        return False
 
     def done(self, step: Step) -> StepDone:
         return StepDone(
@@ -177,7 +201,7 @@ class FakeWorkers:
             epoch=self.epoch,
             replica=self.index,
             step=step.step,
-            tokens=self.engine.run(step.chunks),
+            tokens=self.engine.run(step.chunks, step.freed),
             compute_s=0.001,
         )
 

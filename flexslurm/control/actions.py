@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexslurm.gear import Gear
-from flexslurm.messages import Message, Peer
+from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey
+from flexslurm.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +20,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Close the drivers of the serving epoch; their sequences wait with the head."""
+    """Close the drivers of these replicas; their sequences wait with the head."""
 
+    replicas: tuple[ReplicaKey, ...]
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OpenEpoch:
-    """Start drivers for an installed gear; waiting sequences go on there."""
-
-    epoch: int
-    gear: Gear
-    peers: tuple[tuple[Peer, ...], ...]
-    """By replica: all slots in slot order, with the worker that fills each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +36,65 @@ class MeetEpoch:
 @dataclass(frozen=True, slots=True)
 class ForgetEpoch:
     """Drop the epoch's rendezvous keys: nobody may meet there any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShift:
+    """Work out how to get from the one gear to the other; answered by `ShiftPlanned`."""
+
+    epoch: int
+    old: InstalledGear | None
+    """What serves; its replicas that are in `new` too, by their keys, stay as they are."""
+    new: InstalledGear
+
+
+@dataclass(frozen=True, slots=True)
+class ParkAll:
+    """Pause the replicas that go and copy their KV aside; answered by `Parked`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTransfer:
+    """Move full blocks while the old replicas serve; answered by `Transferred`, or never."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCutover:
+    """Pause the replicas that go and move what is left; answered by `CutOver`, or never."""
+
+    epoch: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOver:
+    """Serve with these replicas from now on: open the new ones, then close those that go."""
+
+    epoch: int
+    gear: InstalledGear
+    opened: Mapping[int, InstalledReplica]
+    """Those of `gear` that are new, by number."""
+    closed: tuple[ReplicaKey, ...]
+    """Their sequences go on in the gear, with what was moved of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropShift:
+    """Forget what was begun for an epoch that is given up; the old replicas go on."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFree:
+    """The memory of what was replaced is free: the epoch's replicas may use all of theirs."""
 
     epoch: int
 
@@ -63,4 +114,18 @@ class Say:
     warning: bool = False
 
 
-Action = Send | Detach | OpenEpoch | MeetEpoch | ForgetEpoch | Record | Say
+Action = (
+    Send
+    | Detach
+    | MeetEpoch
+    | ForgetEpoch
+    | PlanShift
+    | ParkAll
+    | BeginTransfer
+    | BeginCutover
+    | SwitchOver
+    | DropShift
+    | RoomFree
+    | Record
+    | Say
+)

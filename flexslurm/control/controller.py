@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flexslurm.control.actions import (
     Action,
+    BeginCutover,
+    BeginTransfer,
     Detach,
+    DropShift,
     ForgetEpoch,
     MeetEpoch,
-    OpenEpoch,
+    ParkAll,
+    PlanShift,
     Record,
+    RoomFree,
     Say,
     Send,
+    SwitchOver,
 )
-from flexslurm.control.events import Event, Heard, Unreachable
+from flexslurm.control.events import Event, Heard, ShiftEvent, Unreachable
+from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.state import Control
 from flexslurm.messages import Message
 
@@ -37,15 +44,29 @@ class Effects(Protocol):
         """On disk when it returns."""
         ...
 
-    def detach(self, reason: str) -> None:
-        """Close all drivers; their sequences wait."""
+    def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
+        """Close these replicas' drivers; their sequences wait."""
         ...
-
-    def open_epoch(self, opened: OpenEpoch) -> None: ...
 
     def meet_epoch(self, epoch: int) -> None: ...
 
     def forget_epoch(self, epoch: int) -> None: ...
+
+    # A shift's moves. Answers that are known at once are returned, later ones come as events.
+
+    def plan_shift(self, ask: PlanShift) -> ShiftEvent: ...
+
+    def park_all(self, epoch: int) -> ShiftEvent | None: ...
+
+    def begin_transfer(self, epoch: int) -> ShiftEvent | None: ...
+
+    def begin_cutover(self, epoch: int, deadline_s: float) -> ShiftEvent | None: ...
+
+    def switch_over(self, switch: SwitchOver) -> ShiftEvent: ...
+
+    def drop_shift(self, epoch: int, reason: str) -> None: ...
+
+    def room_free(self, epoch: int) -> None: ...
 
 
 class Controller:
@@ -78,13 +99,35 @@ class Controller:
                     self.take(Unreachable(to))
             case Record(record):
                 self._effects.record(record)
-            case Detach(reason):
-                self._effects.detach(reason)
-            case OpenEpoch():
-                self._effects.open_epoch(action)
+            case Detach(replicas, reason):
+                self._effects.detach(replicas, reason)
             case MeetEpoch(epoch):
                 self._effects.meet_epoch(epoch)
             case ForgetEpoch(epoch):
                 self._effects.forget_epoch(epoch)
+            case RoomFree(epoch):
+                self._effects.room_free(epoch)
+            case DropShift(epoch, reason):
+                self._effects.drop_shift(epoch, reason)
             case Say(text, warning):
                 log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+            case _:
+                self._move(action)
+
+    def _move(
+        self, action: PlanShift | ParkAll | BeginTransfer | BeginCutover | SwitchOver
+    ) -> None:
+        answer: ShiftEvent | None
+        match action:
+            case PlanShift():
+                answer = self._effects.plan_shift(action)
+            case ParkAll(epoch):
+                answer = self._effects.park_all(epoch)
+            case BeginTransfer(epoch):
+                answer = self._effects.begin_transfer(epoch)
+            case BeginCutover(epoch, deadline_s):
+                answer = self._effects.begin_cutover(epoch, deadline_s)
+            case SwitchOver():
+                answer = self._effects.switch_over(action)
+        if answer is not None:
+            self.take(answer)

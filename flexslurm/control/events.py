@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.phases import InstallSettings, ShiftOrder
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.shift import InstalledGear, InstallSettings
 from flexslurm.gear import Gear, NoGear, Signature, Slot
 from flexslurm.messages import Message, Pacing
 
@@ -40,11 +41,80 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochBroken:
+class MoveFigures:
+    """What a shift moved, and how long its streams stood still."""
+
+    moved: int = 0
+    """Sequences that went on with their KV, whole or in part."""
+    recomputed: int = 0
+    moved_bytes: int = 0
+    """KV that left its GPU."""
+    transfer_s: float = 0.0
+    pause_s: float = 0.0
+    """From the pause of the old drivers to the first steps of the new ones."""
+    pause_steps: int = 0
+    """Steps of the old drivers that were awaited, the longest pipeline's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBroken:
     """A driver can no longer get steps done."""
+
+    replica: ReplicaKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftPlanned:
+    """The answer to `PlanShift`."""
+
+    epoch: int
+    order: ShiftOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The answer to `ParkAll`: all KV is aside that can be."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """The answer to `BeginTransfer`: little is left to move."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutOver:
+    """The answer to `BeginCutover`: everything is where it will be."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """The shell cannot go on with a shift's moves."""
 
     epoch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftWanted:
+    """An operator asks for a gear; None: back to the policy's choice."""
+
+    gear: Gear | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """`SwitchOver` has been done."""
+
+    epoch: int
+    figures: MoveFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +148,8 @@ class Unreachable:
 
 
 RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
-Event = RollEvent | EpochBroken
+ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
+Event = RollEvent | ShiftEvent | ReplicaBroken | ShiftWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +188,5 @@ class ShiftReport:
     started_at: float
     took_s: float
     outcome: str
+    mode: str = ""
+    figures: MoveFigures = field(default_factory=MoveFigures)

@@ -77,6 +77,8 @@ class Members:
     def __init__(self) -> None:
         self.agents: dict[str, AgentRecord] = {}
         self.cordoned: set[str] = set()
+        self.draining: set[str] = set()
+        """Cordoned fragments that end once nothing of theirs is used."""
 
     def join(self, hello: AgentHello, now: float) -> list[AgentRecord]:
         """Add an agent; returns the ghosts it replaces: earlier ones of its fragment and node."""

@@ -1,102 +1,74 @@
-"""One attempt to install a gear: a table of phases and the conditions between them; pure.
+"""One attempt to get into a gear: a table of phases and the conditions between them; pure.
 
-                 ┌───────────── ABORT: forget the new epoch ─────────────┐
-    PREPARE ──▶ CLOSE ──▶ INSTALL ──▶ COMMIT                             │
-       └──────────┴──────────┴────────────────────────────────────────────┘
+    PREPARE ─▶ INSTALL ─▶ TRANSFER ─▶ CUTOVER ─▶ COMMIT      both gears fit: the old one serves on
+       └─▶ PARK ─▶ CLOSE ─▶ INSTALL ─▶ CUTOVER ─▶ COMMIT     they do not: KV waits in host memory
+       └─▶ CLOSE ─▶ INSTALL ─▶ COMMIT                        nothing can be moved: recompute
+    any of them ─▶ ABORT
 
-PREPARE starts the workers that are missing while the old gear serves on. CLOSE detaches the
-drivers (the streams pause, their tokens stay with the head) and closes the groups of every earlier
-epoch: a worker that does not answer in time is killed and started anew, so a peer that hangs in a
-collective cannot hold the shift. INSTALL builds the stages; COMMIT opens the drivers, and every
-sequence goes on from its tokens. `advance` looks at what is, not at what happened, so the order in
-which messages arrive does not matter.
+PREPARE starts the workers that are missing, waits until leftovers of earlier epochs are closed on
+those it will use, and has the shell plan the moves (`PlanShift`), which says which of the three
+ways it is. INSTALL builds the stages of replicas that are new; replicas that stay as they are where
+they are keep their epoch and are touched by nothing. TRANSFER moves full blocks beside the serving
+gear. CUTOVER begins with the pause: drivers of the replicas that go stop at a step boundary and the
+rest is moved. COMMIT opens the new drivers and only then closes the old epoch.
+
+Until CUTOVER has ended, ABORT leaves the old replicas serving. After CLOSE there is no way back:
+their sequences wait with the head and are recomputed by what serves next. A member of the old gear
+that is lost on the way fails nothing: its sequences wait. A member of the new gear does, and so
+does a replica that was to stay.
+
+`advance` looks at what is, not at what happened, so the order in which messages arrive does not
+matter. Every phase has a deadline: an answer that never comes ends the attempt, save for TRANSFER,
+which then goes on with what has been moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
 
-from flexslurm.control.actions import Action, Detach, ForgetEpoch, MeetEpoch, Send
+from flexslurm.control.actions import (
+    Action,
+    BeginCutover,
+    BeginTransfer,
+    Detach,
+    DropShift,
+    ForgetEpoch,
+    MeetEpoch,
+    ParkAll,
+    PlanShift,
+    Send,
+)
+from flexslurm.control.holdings import Holdings
+from flexslurm.control.installed import (
+    InstalledGear,
+    InstalledReplica,
+    ReplicaKey,
+    seat_of,
+    slots_of,
+)
 from flexslurm.control.members import GpuAt, Members, WorkerState
+from flexslurm.control.phases import LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.gear import Gear, Slot
-from flexslurm.messages import Install, Pacing, Peer, Retire, StartWorkers, StopWorkers
-
-
-class Phase(StrEnum):
-    PREPARE = "prepare"
-    CLOSE = "close"
-    INSTALL = "install"
-    COMMIT = "commit"
-    ABORT = "abort"
-
-
-LEGAL: Mapping[Phase, frozenset[Phase]] = {
-    Phase.PREPARE: frozenset({Phase.CLOSE, Phase.ABORT}),
-    Phase.CLOSE: frozenset({Phase.INSTALL, Phase.ABORT}),
-    Phase.INSTALL: frozenset({Phase.COMMIT, Phase.ABORT}),
-    Phase.COMMIT: frozenset(),
-    Phase.ABORT: frozenset(),
-}
-
-
-class Held(NamedTuple):
-    """A worker has this epoch, whole or in part, and has not said that it is closed."""
-
-    worker: str
-    epoch: int
-
-
-def close_epoch(epoch: int, held: set[Held]) -> list[Action]:
-    """End an epoch wherever it is held, at once: members wait for each other's groups."""
-    retire = [Send(h.worker, Retire(epoch=epoch)) for h in sorted(held) if h.epoch == epoch]
-    return [ForgetEpoch(epoch), *retire]
-
-
-@dataclass(frozen=True, slots=True)
-class InstallSettings:
-    """What every install of this service has in common."""
-
-    model: str
-    dtype: str
-    memory_fraction: float
-    prepare_timeout_s: float
-    close_timeout_s: float
-    install_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class InstalledGear:
-    """A gear in its place."""
-
-    epoch: int
-    gear: Gear
-    placement: Mapping[Slot, GpuAt]
-    workers: Mapping[Slot, str]
-
-    def peers(self, members: Members, replica: int) -> tuple[Peer, ...]:
-        """Who fills the slots of a replica, in slot order."""
-        return tuple(
-            Peer(slot, worker, members.agents[self.placement[slot].agent].hello.address)
-            for slot, worker in sorted(self.workers.items())
-            if slot.replica == replica
-        )
+from flexslurm.messages import Install, Pacing, StartWorkers
 
 
 @dataclass(slots=True)
 class Shift:
-    """The state of one attempt. Invariant: phases follow LEGAL, deadlines only tighten."""
+    """The state of one attempt. Invariant: phases follow LEGAL."""
 
     epoch: int
     gear: Gear
-    placement: dict[Slot, GpuAt]
+    placement: Mapping[Slot, GpuAt]
     old: InstalledGear | None
-    """What serves while this prepares; its groups are closed in CLOSE."""
+    """What serves, as it is now: the controller takes lost replicas out."""
+    kept: Mapping[int, InstalledReplica]
+    """Replicas of `old` that stay, by their numbers in the new gear."""
     reason: str
     started_at: float
     settings: InstallSettings
+    before: str = "none"
+    """The layout of the old gear, for the history."""
     pacing: Mapping[Slot, Pacing] = field(default_factory=dict)
     phase: Phase = Phase.PREPARE
     deadline: float = 0.0
@@ -104,143 +76,284 @@ class Shift:
     fatal: bool = False
     blamed: str | None = None
     """The agent whose GPU the failure points to."""
-    closed_old: bool = False
-    """Whether the old gear has been told to close: there is no way back to it."""
-    killed: bool = False
-    """Whether the workers that did not close in time were killed."""
     asked: set[GpuAt] = field(default_factory=set)
-    target: InstalledGear | None = None
+    target: dict[int, InstalledReplica] = field(default_factory=dict)
+    """The new replicas, once their workers are up."""
+    plan_asked: bool = False
+    order: ShiftOrder | None = None
     installed: set[str] = field(default_factory=set)
+    parked: bool = False
+    transferred: bool = False
+    cut_over: bool = False
+    times: dict[Phase, float] = field(default_factory=dict)
+    """When each phase was entered."""
 
     def __post_init__(self) -> None:
         self.deadline = self.started_at + self.settings.prepare_timeout_s
+        self.times[self.phase] = self.started_at
 
     @property
     def over(self) -> bool:
         return not LEGAL[self.phase]
 
-    def enter(self, phase: Phase) -> None:
+    @property
+    def replaced(self) -> tuple[ReplicaKey, ...]:
+        """Replicas that serve and are to go."""
+        if self.old is None:
+            return ()
+        return tuple(sorted(self.old.keys - {one.key for one in self.kept.values()}))
+
+    @property
+    def new_slots(self) -> list[Slot]:
+        return sorted(slot for slot in self.placement if slot.replica not in self.kept)
+
+    def gear_in_place(self) -> InstalledGear:
+        return InstalledGear(self.gear, dict(sorted({**self.kept, **self.target}.items())))
+
+    def enter(self, phase: Phase, now: float, bound_s: float = 0.0) -> None:
         assert phase in LEGAL[self.phase], (
             f"epoch {self.epoch}: {self.phase} → {phase} is not legal; reason: {self.reason}"
         )
-        self.phase = phase
+        self.phase, self.deadline = phase, now + bound_s
+        self.times[phase] = now
 
     # ------------------------------------------------------------------ what is heard
 
     def on_installed(self, worker: str) -> None:
-        if self.target is not None and worker in self.target.workers.values():
+        if any(worker in one.workers for one in self.target.values()):
             self.installed.add(worker)
 
-    def on_worker_gone(self, worker: str) -> None:
-        """A worker died: in INSTALL the attempt fails."""
-        if self.target is not None and worker in self.target.workers.values() and not self.over:
-            slot = next(s for s, w in self.target.workers.items() if w == worker)
-            self.fail(f"the worker of {slot} died during the install", self.placement[slot].agent)
+    def on_worker_gone(self, now: float, worker: str) -> None:
+        """A worker died: before its install it is started again, afterwards the attempt fails."""
+        number = next((n for n, one in self.target.items() if worker in one.workers), None)
+        if number is None or self.over:
+            return
+        if self.phase is Phase.PREPARE:
+            self.target, self.order, self.plan_asked = {}, None, False
+            return
+        one = self.target[number]
+        at = one.seats[one.workers.index(worker)].at
+        self.fail(now, f"a worker of replica {number} died during the {self.phase}", at.agent)
 
-    def fail(self, why: str, agent: str | None = None, *, fatal: bool = False) -> None:
+    def on_lost(self, now: float, left: InstalledGear | None, lost: ReplicaKey) -> None:
+        """A replica that served is no more."""
+        self.old = left
+        if any(one.key == lost for one in self.kept.values()):
+            self.fail(now, "a replica that was to stay is lost")
+
+    def fail(self, now: float, why: str, agent: str | None = None, *, fatal: bool = False) -> None:
         if not self.over:
             self.failure, self.blamed, self.fatal = why, agent, fatal
-            self.enter(Phase.ABORT)
+            self.enter(Phase.ABORT, now)
 
     # ------------------------------------------------------------------ what is to be done
 
-    def advance(self, now: float, members: Members, held: set[Held]) -> list[Action]:
-        """Go as far as what is known allows; `held` are the epochs that workers still hold."""
+    def advance(self, now: float, members: Members, holdings: Holdings) -> list[Action]:
+        """Go as far as what is known allows."""
         actions: list[Action] = []
-        gone = sorted({at.agent for at in self.placement.values()} - set(members.agents))
+        gone = sorted({self.placement[slot].agent for slot in self.new_slots} - set(members.agents))
         if gone:
-            self.fail("a node it was to use is gone", gone[0])
-        if self.phase is Phase.PREPARE and self._workers_ready(members, actions):
-            self._begin_close(now, held, actions)
-        if self.phase is Phase.CLOSE and not held and self._workers_ready(members, actions):
-            self._begin_install(now, members, actions)
-        if (
-            self.phase is Phase.INSTALL
-            and self.target is not None
-            and self.installed >= set(self.target.workers.values())
-        ):
-            self.enter(Phase.COMMIT)
+            self.fail(now, "a node it was to use is gone", gone[0])
+        before: Phase | None = None
+        while before is not self.phase:
+            before = self.phase
+            self._go_on(now, members, holdings, actions)
         if not self.over and now >= self.deadline:
-            self._on_deadline(now, members, held, actions)
+            self._on_deadline(now, members, holdings, actions)
         if self.phase is Phase.ABORT:
-            actions += close_epoch(self.epoch, held)
+            actions += [DropShift(self.epoch, self.failure), ForgetEpoch(self.epoch)]
+            actions += holdings.close(now, self.epoch)
         return actions
 
-    def _workers_ready(self, members: Members, actions: list[Action]) -> bool:
+    def _go_on(
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
+    ) -> None:
+        match self.phase:
+            case Phase.PREPARE if self._is_planned(members, holdings, actions):
+                self._begin(now, members, holdings, actions)
+            case Phase.PARK if self.parked or not self.replaced:
+                self._close(now, holdings, actions)
+            case Phase.CLOSE if not self._leftovers(holdings):
+                self._install(now, members, holdings, actions)
+            case Phase.INSTALL if self.installed >= self._new_workers:
+                self._move(now, members, actions)
+            case Phase.TRANSFER if self.transferred or not self.replaced:
+                self._cut_over(now, actions)
+            case Phase.CUTOVER if self.cut_over:
+                self.enter(Phase.COMMIT, now)
+
+    @property
+    def _new_workers(self) -> frozenset[str]:
+        return frozenset(worker for one in self.target.values() for worker in one.workers)
+
+    def _leftovers(self, holdings: Holdings) -> bool:
+        return bool(holdings.closing(self._new_workers))
+
+    # PREPARE
+
+    def _is_planned(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:
+        if not self.plan_asked and self._workers_ready(members, holdings, actions):
+            self.plan_asked = True
+            self.target = self._make_target(members)
+            actions.append(PlanShift(self.epoch, self.old, self.gear_in_place()))
+        return self.order is not None
+
+    def _workers_ready(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:
+        """Whether a worker is on every new GPU, and free of leftovers."""
         ready = True
         missing: dict[str, list[int]] = {}
-        for at in sorted(set(self.placement.values())):
+        for at in sorted({self.placement[slot] for slot in self.new_slots}):
             record = members.worker_at(at)
             if record is None:
                 if at not in self.asked:
                     missing.setdefault(at.agent, []).append(at.gpu)
                     self.asked.add(at)
                 ready = False
-            else:
-                self.asked.discard(at)
-                ready = ready and record.state is WorkerState.READY
+                continue
+            self.asked.discard(at)
+            closing = holdings.closing((record.worker,))
+            ready = ready and record.state is WorkerState.READY and not closing
         actions += [Send(agent, StartWorkers(gpus=tuple(g))) for agent, g in missing.items()]
         return ready
 
-    def _begin_close(self, now: float, held: set[Held], actions: list[Action]) -> None:
-        self.enter(Phase.CLOSE)
-        self.closed_old = True
-        self.deadline = now + self.settings.close_timeout_s
-        if self.old is not None:
-            actions.append(Detach(self.reason))
-            actions.append(ForgetEpoch(self.old.epoch))
-        actions += [Send(h.worker, Retire(epoch=h.epoch)) for h in sorted(held)]
+    def _make_target(self, members: Members) -> dict[int, InstalledReplica]:
+        made = {}
+        for number, replica in enumerate(self.gear.replicas):
+            if number not in self.kept:
+                seats = tuple(
+                    seat_of(members, self.placement[slot]) for slot in slots_of(replica, number)
+                )
+                made[number] = InstalledReplica(ReplicaKey(self.epoch, number), replica, seats)
+        return made
 
-    def _begin_install(self, now: float, members: Members, actions: list[Action]) -> None:
-        self.enter(Phase.INSTALL)
-        self.deadline = now + self.settings.install_timeout_s
-        workers = {}
-        for slot, at in self.placement.items():
-            record = members.worker_at(at)
-            assert record is not None, f"epoch {self.epoch}: no worker at {at} after PREPARE"
-            workers[slot] = record.worker
-        self.target = InstalledGear(self.epoch, self.gear, self.placement, workers)
+    def _begin(
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
+    ) -> None:
+        assert self.order is not None
+        if self.replaced and self.order.mode is Mode.PARK:
+            self.enter(Phase.PARK, now, self._bound(self.settings.park_timeout_s, members, now))
+            actions.append(ParkAll(self.epoch))
+        elif self.replaced and self.order.mode is Mode.RECOMPUTE:
+            self._close(now, holdings, actions)
+        else:
+            self._install(now, members, holdings, actions)
+
+    # CLOSE
+
+    def _close(self, now: float, holdings: Holdings, actions: list[Action]) -> None:
+        """Close what is replaced; there is no way back to it."""
+        self.enter(Phase.CLOSE, now, self.settings.close_timeout_s + 1.0)
+        old, going = self.old, self.replaced
+        if old is None or not going:
+            return
+        actions.append(Detach(going, self.reason))
+        for key in going:
+            one = old.find(key)
+            assert one is not None, f"{key} serves and is not in place"
+            actions += holdings.close(now, key.epoch, one.workers)
+        self.old = old.without(going)
+
+    # INSTALL
+
+    def _install(
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
+    ) -> None:
+        assert self.order is not None
+        if not self.target:
+            self._move(now, members, actions)
+            return
+        self.enter(Phase.INSTALL, now, self.settings.install_timeout_s)
         actions.append(MeetEpoch(self.epoch))
-        for slot, worker in sorted(workers.items()):
-            actions.append(Send(worker, self._install(slot, self.target, members)))
+        for _, one in sorted(self.target.items()):
+            for slot, worker in zip(one.slots, one.workers, strict=True):
+                holdings.add(worker, self.epoch)
+                actions.append(Send(worker, self._message(slot, one, members, self.order)))
 
-    def _install(self, slot: Slot, target: InstalledGear, members: Members) -> Install:
+    def _message(
+        self, slot: Slot, one: InstalledReplica, members: Members, order: ShiftOrder
+    ) -> Install:
         return Install(
             epoch=self.epoch,
             model=self.settings.model,
             dtype=self.settings.dtype,
             block_tokens=self.gear.block_tokens,
             slot=slot,
-            replica=self.gear.replicas[slot.replica],
-            peers=target.peers(members, slot.replica),
+            replica=one.replica,
+            peers=one.peers(),
             arena_bytes=members.arena_bytes(self.placement[slot], self.settings.memory_fraction),
             timeout_s=self.settings.install_timeout_s,
             pacing=self.pacing.get(slot),
+            holders=order.holders,
+            rate_bytes_per_s=order.rate_bytes_per_s,
         )
 
+    # TRANSFER and CUTOVER
+
+    def _move(self, now: float, members: Members, actions: list[Action]) -> None:
+        assert self.order is not None
+        if self.order.mode is Mode.PARK and self.parked:
+            self._cut_over(now, actions)
+        elif self.order.mode is Mode.BESIDE and self.replaced:
+            self.enter(
+                Phase.TRANSFER, now, self._bound(self.settings.transfer_timeout_s, members, now)
+            )
+            actions.append(BeginTransfer(self.epoch))
+        else:
+            self.enter(Phase.COMMIT, now)
+
+    def _cut_over(self, now: float, actions: list[Action]) -> None:
+        bound_s = self.settings.cutover_timeout_s
+        self.enter(Phase.CUTOVER, now, bound_s)
+        actions.append(BeginCutover(self.epoch, bound_s))
+
+    def _bound(self, seconds: float, members: Members, now: float) -> float:
+        """So long, or until members of what goes must leave, less what the rest takes."""
+        agents = (
+            set()
+            if self.old is None
+            else {
+                agent
+                for key in self.replaced
+                if (one := self.old.find(key)) is not None
+                for agent in one.agents
+            }
+        )
+        ends = [
+            found.leaves_at
+            for agent in agents
+            if (found := members.agents.get(agent)) is not None and found.leaves_at is not None
+        ]
+        if not ends:
+            return seconds
+        left = min(ends) - now
+        return max(min(seconds, left - min(self.settings.leave_reserve_s, left / 2)), 0.0)
+
+    # deadlines
+
     def _on_deadline(
-        self, now: float, members: Members, held: set[Held], actions: list[Action]
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
     ) -> None:
-        if self.phase is not Phase.CLOSE or not held or self.killed:
-            self.fail(f"{self.phase} took too long: {self._missing(members)}")
-            return
-        # hung in a collective or worse: kill them; what they held goes with them
-        self.killed = True
-        self.deadline = now + self.settings.prepare_timeout_s
-        for worker in sorted({h.worker for h in held}):
-            record = members.worker(worker)
-            if record is not None:
-                record.state = WorkerState.STOPPING
-                stop = StopWorkers(gpus=(record.at.gpu,), grace_s=0.0)
-                actions.append(Send(record.at.agent, stop))
+        if self.phase is Phase.TRANSFER:
+            self._cut_over(now, actions)
+        elif self.phase is Phase.PARK:
+            self._close(now, holdings, actions)
+        else:
+            self.fail(now, f"{self.phase} took too long: {self._missing(members)}")
 
     def _missing(self, members: Members) -> str:
-        if self.phase is Phase.INSTALL and self.target is not None:
-            late = sorted(s for s, w in self.target.workers.items() if w not in self.installed)
+        if self.phase is Phase.INSTALL:
+            late = sorted(
+                slot
+                for one in self.target.values()
+                for slot, worker in zip(one.slots, one.workers, strict=True)
+                if worker not in self.installed
+            )
             return f"{', '.join(map(str, late))} not installed"
+        if self.phase is Phase.CUTOVER:
+            return "not everything was answered"
         absent = sorted(
             f"{members.agents[at.agent].name} gpu {at.gpu}"
-            for at in set(self.placement.values())
+            for at in {self.placement[slot] for slot in self.new_slots}
             if (record := members.worker_at(at)) is None or record.state is not WorkerState.READY
         )
         return f"no worker yet on {', '.join(absent)}" if absent else "old groups not closed"

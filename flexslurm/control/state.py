@@ -10,27 +10,32 @@ its workers are alive; every action of an epoch comes after that epoch's record 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from flexslurm.control.actions import Action, Detach, OpenEpoch, Record, Say, Send
+from flexslurm.control.actions import Action, Detach, ForgetEpoch, Record, Say, SwitchOver
+from flexslurm.control.aftermath import Aftermath
 from flexslurm.control.events import (
     ControlSettings,
-    EpochBroken,
+    CutOver,
     Event,
+    MoveFailed,
+    Parked,
     Planner,
+    ReplicaBroken,
     ServiceState,
+    ShiftEvent,
+    ShiftPlanned,
     ShiftReport,
+    ShiftWanted,
+    Switched,
+    Transferred,
 )
-from flexslurm.control.members import (
-    AgentRecord,
-    AgentState,
-    Members,
-    WorkerRecord,
-    signature_of,
-)
-from flexslurm.control.policy import Observation, decide
+from flexslurm.control.holdings import Holdings
+from flexslurm.control.installed import InstalledGear, ReplicaKey
+from flexslurm.control.members import AgentRecord, GpuAt, Members, WorkerRecord, signature_of
+from flexslurm.control.phases import Phase
+from flexslurm.control.policy import Decision, Observation, decide
 from flexslurm.control.roll import (
     AgentGone,
     Change,
@@ -43,16 +48,11 @@ from flexslurm.control.roll import (
     WorkerGone,
     WorkerSaid,
 )
-from flexslurm.control.shift import Held, InstalledGear, Phase, Shift, close_epoch
-from flexslurm.gear import Gear
-from flexslurm.messages import (
-    Install,
-    Installed,
-    InstallFailed,
-    Message,
-    ReleaseAgent,
-    Retired,
-)
+from flexslurm.control.shift import Shift
+from flexslurm.errors import CapacityError
+from flexslurm.gear import Gear, Slot
+from flexslurm.messages import Installed, InstallFailed, Message, Retired
+from flexslurm.planner.placement import match_replicas
 
 
 @dataclass(slots=True)
@@ -76,9 +76,11 @@ class Control:
     members: Members = field(default_factory=Members)
     current: InstalledGear | None = None
     shift: Shift | None = None
-    held: set[Held] = field(default_factory=set)
+    holdings: Holdings = field(default_factory=Holdings)
     reason: str = "waiting for the first GPUs"
     failed: str = ""
+    pinned: Gear | None = None
+    """A gear that an operator asked for; until members change, the policy is not asked."""
     ever_served: bool = False
     last_shift_at: float | None = None
     history: deque[ShiftReport] = field(default_factory=lambda: deque(maxlen=100))
@@ -86,6 +88,8 @@ class Control:
 
     def __post_init__(self) -> None:
         self._roll = Roll(self.settings, self.members)
+        close_timeout_s = self.settings.install.close_timeout_s
+        self._aftermath = Aftermath(self.members, self.holdings, close_timeout_s)
 
     @property
     def state(self) -> ServiceState:
@@ -102,13 +106,18 @@ class Control:
 
     def handle(self, now: float, event: Event) -> list[Action]:
         """Take one event in; returns what is to be done, in order."""
-        if isinstance(event, EpochBroken):
-            actions = self._on_broken(now, event.epoch, event.reason)
-        else:
-            told = self._roll.take(now, event)
-            actions = told.actions
-            for change in told.changes:
-                actions += self._on_change(now, change)
+        match event:
+            case ReplicaBroken(replica, reason):
+                actions = self._on_broken(now, replica, reason)
+            case ShiftWanted(gear, reason):
+                actions = self._on_wanted(now, gear, reason)
+            case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
+                actions = self._on_moved(now, event)
+            case _:
+                told = self._roll.take(now, event)
+                actions = told.actions
+                for change in told.changes:
+                    actions += self._on_change(now, change)
         return actions + self._settle(now)
 
     # ------------------------------------------------------------------ changes
@@ -117,85 +126,140 @@ class Control:
         settings = self.settings
         match change:
             case Joined():
-                self.failed = ""
+                self.failed, self.pinned = "", None
                 self._plan.attempts = 0
                 self._plan.soon(now + settings.join_settle_s)
             case Leaves(agent):
+                self.pinned = None
                 self._plan.soon(now + settings.loss_settle_s)
-                self._fail_shift_over(agent, f"{agent.name} must leave")
+                self._fail_shift_over(now, agent, f"{agent.name} must leave")
             case Stays() | CordonChanged():
+                self.pinned = None
                 self._plan.soon(now)
             case AgentGone():
+                self.pinned = None
                 self._plan.soon(now + settings.loss_settle_s)
             case WorkerGone(worker):
                 return self._worker_is_gone(now, worker)
             case WorkerFailedToStart(agent):
-                self._fail_shift_over(agent, f"a worker of {agent.name} died at its start")
+                self._fail_shift_over(now, agent, f"a worker of {agent.name} died at its start")
             case WorkerSaid(worker, message):
-                self._on_worker(worker, message)
+                self._on_worker(now, worker, message)
         return []
 
-    def _fail_shift_over(self, agent: AgentRecord, why: str) -> None:
+    def _fail_shift_over(self, now: float, agent: AgentRecord, why: str) -> None:
         if self.shift is not None and agent.id in {g.agent for g in self.shift.placement.values()}:
-            self.shift.fail(why)
+            self.shift.fail(now, why)
 
-    def _on_worker(self, worker: WorkerRecord, message: Message) -> None:
+    def _on_worker(self, now: float, worker: WorkerRecord, message: Message) -> None:
         shift = self.shift
         match message:
             case Retired(epoch=epoch):
-                self.held.discard(Held(worker.worker, epoch))
+                self.holdings.closed(worker.worker, epoch)
             case Installed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.on_installed(worker.worker)
             case InstallFailed(epoch=epoch) if shift is not None and epoch == shift.epoch:
-                shift.fail(message.reason, worker.at.agent, fatal=message.fatal)
+                shift.fail(now, message.reason, worker.at.agent, fatal=message.fatal)
 
     def _worker_is_gone(self, now: float, worker: str) -> list[Action]:
-        self.held = {held for held in self.held if held.worker != worker}
+        self.holdings.forget(worker)
         if self.shift is not None:
-            self.shift.on_worker_gone(worker)
-        if self.current is not None and worker in self.current.workers.values():
-            return self._on_broken(now, self.current.epoch, "a worker died")
-        return []
+            self.shift.on_worker_gone(now, worker)
+        lost = self.current.of_worker(worker) if self.current is not None else None
+        return self._on_broken(now, lost.key, "a worker died") if lost is not None else []
 
-    def _on_broken(self, now: float, epoch: int, reason: str) -> list[Action]:
-        """The serving gear cannot go on: pause at once, then find what fits."""
-        if self.current is None or self.current.epoch != epoch:
+    def _on_broken(self, now: float, key: ReplicaKey, reason: str) -> list[Action]:
+        """A replica cannot go on: its streams pause at once, the others are not touched."""
+        broken = self.current.find(key) if self.current is not None else None
+        if self.current is None or broken is None:
             return []
-        broken, self.current = self.current, None
+        self.current = self.current.without((key,))
+        if self.shift is not None:
+            self.shift.on_lost(now, self.current, key)
         self._plan.soon(now + self.settings.loss_settle_s)
         return [
-            Detach(reason),
-            *close_epoch(broken.epoch, self.held),
-            Record({"event": "broken", "epoch": epoch, "why": reason}),
-            Say(f"epoch {epoch} is broken: {reason}", warning=True),
+            Detach((key,), reason),
+            *self.holdings.close(now, key.epoch, broken.workers),
+            *self._forget((key,)),
+            Record({"event": "broken", "epoch": key.epoch, "replica": key.index, "why": reason}),
+            Say(f"replica {key} is broken: {reason}", warning=True),
         ]
+
+    def _forget(self, gone: Iterable[ReplicaKey]) -> list[Action]:
+        """Forget epochs of which nothing serves any more."""
+        serving = {key.epoch for key in self.current.keys} if self.current is not None else set()
+        return [ForgetEpoch(epoch) for epoch in sorted({key.epoch for key in gone} - serving)]
+
+    def _on_wanted(self, now: float, gear: Gear | None, reason: str) -> list[Action]:
+        self.pinned = gear
+        self._plan.soon(now)
+        wanted = gear.layout() if gear is not None else "the policy's choice"
+        return [Say(f"wanted: {wanted} ({reason})")]
+
+    def _on_moved(self, now: float, event: ShiftEvent) -> list[Action]:
+        """What the shell says of the moves; of a shift that is over, only its figures count."""
+        if isinstance(event, Switched):
+            return self._on_switched(event)
+        shift = self.shift
+        if shift is None or shift.epoch != event.epoch:
+            return []
+        match event:
+            case ShiftPlanned(_, order):
+                shift.order = order
+                said: list[Action] = [Say(f"epoch {shift.epoch}: {line}") for line in order.lines]
+                record = {
+                    "event": "planned", "epoch": shift.epoch, "mode": str(order.mode),
+                    "evicted": list(order.evicted), "plan": list(order.lines),
+                }  # fmt: skip
+                return [Record(record), *said]
+            case Parked():
+                shift.parked = True
+            case Transferred():
+                shift.transferred = True
+            case CutOver():
+                shift.cut_over = True
+            case MoveFailed(_, reason):
+                shift.fail(now, reason)
+        return []
+
+    def _on_switched(self, event: Switched) -> list[Action]:
+        figures = event.figures
+        for report in self.history:
+            if report.epoch == event.epoch:
+                report.figures = figures
+        return [
+            Record(
+                {
+                    "event": "switched", "epoch": event.epoch, "moved": figures.moved,
+                    "recomputed": figures.recomputed, "bytes": figures.moved_bytes,
+                    "pause_s": round(figures.pause_s, 4),
+                }
+            )
+        ]  # fmt: skip
 
     # ------------------------------------------------------------------ deciding
 
     def _settle(self, now: float) -> list[Action]:
         """Move the shift on; when none is under way and a question is due, ask the policy."""
-        actions = self._advance(now)
+        actions = self._aftermath.kill_hung(now)
+        actions += self._advance(now)
         if self.shift is None and self._plan.at is not None and now >= self._plan.at:
             self._plan.at = None
             actions += self._decide(now)
             actions += self._advance(now)
-        return actions + self._release_leaving()
+        actions += self._aftermath.room_free()
+        if self.shift is None:
+            used = self.current.agents if self.current is not None else None
+            actions += self._aftermath.release(now, used)
+        return actions
 
     def _decide(self, now: float) -> list[Action]:
-        members, current = self.members, self.current
         if self.failed:
             return []
-        decision = decide(
-            Observation(
-                current=current.gear if current is not None else None,
-                lost=(),
-                leaving=self._leaving(),
-                best=self.planner.choose(signature_of(members.usable())),
-                best_with_leaving=self.planner.choose(signature_of(members.usable(leaving=True))),
-                since_shift_s=None if self.last_shift_at is None else now - self.last_shift_at,
-            ),
-            self.settings.policy,
-        )
+        if self.pinned is not None:
+            decision = self._keep_pinned(self.pinned)
+        else:
+            decision = decide(self._observe(now), self.settings.policy)
         self.reason = decision.reason
         if decision.look_again_s is not None:
             self._plan.soon(now + decision.look_again_s)
@@ -203,30 +267,51 @@ class Control:
             return [Say(decision.reason)]
         return self._start(now, decision.gear, decision.reason)
 
+    def _keep_pinned(self, gear: Gear) -> Decision:
+        if self.current is not None and self.current.gear == gear and not self.current.lost:
+            return Decision(None, f"{gear.layout()} was asked for by 'flexslurm shift'")
+        return Decision(gear, f"asked for by 'flexslurm shift': {gear.name}")
+
+    def _observe(self, now: float) -> Observation:
+        members, current = self.members, self.current
+        return Observation(
+            current=current.gear if current is not None else None,
+            lost=tuple(f"replica {n}" for n in current.lost) if current is not None else (),
+            leaving=self._leaving(),
+            best=self.planner.choose(signature_of(members.usable())),
+            best_with_leaving=self.planner.choose(signature_of(members.usable(leaving=True))),
+            since_shift_s=None if self.last_shift_at is None else now - self.last_shift_at,
+        )
+
     def _leaving(self) -> tuple[str, ...]:
         """Members of the present gear that must leave or are cordoned."""
         if self.current is None:
             return ()
-        agents = {at.agent for at in self.current.placement.values()}
         kept = {agent.id for agent in self.members.usable()}
-        return tuple(sorted(self.members.agents[a].name for a in agents - kept))
+        return tuple(sorted(self.members.agents[a].name for a in self.current.agents - kept))
 
     def _start(self, now: float, gear: Gear, reason: str) -> list[Action]:
-        ready = self.members.usable()
-        if signature_of(ready).covers(gear.signature):
-            agents = ready
-        else:
-            agents = self.members.usable(leaving=True)
-        placement = self.planner.place(gear, agents, self.current)
+        placement = self._place(gear)
+        if placement is None:
+            self.pinned = None
+            self._plan.soon(now)
+            return [Say(f"the GPUs that are here cannot hold {gear.layout()}", warning=True)]
+        old = self.current
+        kept = {}
+        if old is not None:
+            same = match_replicas(old.gear, old.placement, gear, placement)
+            kept = {new: old.replicas[before] for new, before in same.items()}
         self.epoch += 1
         self.shift = Shift(
             epoch=self.epoch,
             gear=gear,
             placement=placement,
-            old=self.current,
+            old=old,
+            kept=kept,
             reason=reason,
             started_at=now,
             settings=self.settings.install,
+            before=old.gear.layout() if old is not None else "none",
             pacing=self.planner.pacing(gear),
         )
         record = {
@@ -235,16 +320,25 @@ class Control:
         }  # fmt: skip
         return [Record(record), Say(f"epoch {self.epoch}: {gear.layout()}: {reason}")]
 
+    def _place(self, gear: Gear) -> dict[Slot, GpuAt] | None:
+        """GPUs for a gear, of members that are to stay if these can hold it."""
+        for leaving in (False, True):
+            try:
+                return self.planner.place(gear, self.members.usable(leaving=leaving), self.current)
+            except CapacityError:
+                continue
+        return None
+
     def _advance(self, now: float) -> list[Action]:
         shift = self.shift
         if shift is None:
             return []
-        actions = shift.advance(now, self.members, self.held)
-        for action in actions:
-            if isinstance(action, Send) and isinstance(action.message, Install):
-                self.held.add(Held(action.to, shift.epoch))
-        if shift.closed_old:
-            self.current = None
+        shift.old = before = self.current
+        actions = shift.advance(now, self.members, self.holdings)
+        self.current = shift.old
+        if before is not None and self.current is not before:
+            left = self.current.keys if self.current is not None else frozenset()
+            actions += self._forget(before.keys - left)
         if shift.over:
             self.shift = None
             finish = self._commit if shift.phase is Phase.COMMIT else self._aborted
@@ -252,37 +346,29 @@ class Control:
         return actions
 
     def _commit(self, now: float, shift: Shift) -> list[Action]:
-        assert shift.target is not None
-        self.current = shift.target
+        closed, before = shift.replaced, self.current
+        self.current = shift.gear_in_place()
         self.ever_served = True
         self._plan.attempts = 0
         self.last_shift_at = now
-        self._note(now, shift, "committed")
-        peers = tuple(
-            shift.target.peers(self.members, replica) for replica in range(len(shift.gear.replicas))
-        )
+        self.history.append(_report(now, shift, "committed"))
         self._plan.soon(now)  # what came or left meanwhile
+        retires: list[Action] = []
+        for key in closed:
+            one = before.find(key) if before is not None else None
+            assert one is not None, f"{key} serves and is not in place"
+            retires += self.holdings.close(now, key.epoch, one.workers)
+        self._aftermath.replaced(shift.epoch)
         return [
             Record({"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}),
-            OpenEpoch(shift.epoch, shift.gear, peers),
+            SwitchOver(shift.epoch, self.current, dict(shift.target), closed),
+            *retires,  # after the new drivers are open: closing is no part of the pause
+            *self._forget(closed),
             Say(f"epoch {shift.epoch} serves after {now - shift.started_at:.2f} s"),
         ]
 
-    def _release_leaving(self) -> list[Action]:
-        """Give GPUs that must go and are no longer used back at once: others wait for them."""
-        if self.current is None or self.shift is not None:
-            return []
-        used = {at.agent for at in self.current.placement.values()}
-        actions: list[Action] = []
-        for agent in self.members.agents.values():
-            if agent.state is AgentState.LEAVING and agent.id not in used and not agent.released:
-                agent.released = True
-                release = ReleaseAgent(reason=f"given back ({agent.leave_source})", give_back=True)
-                actions.append(Send(agent.id, release))
-        return actions
-
     def _aborted(self, now: float, shift: Shift) -> list[Action]:
-        self._note(now, shift, f"aborted: {shift.failure}")
+        self.history.append(_report(now, shift, f"aborted: {shift.failure}"))
         if shift.blamed is not None and (agent := self.members.agents.get(shift.blamed)):
             agent.blame(shift.failure, self.settings.max_failures)
         if shift.fatal:
@@ -295,27 +381,15 @@ class Control:
             Say(f"epoch {shift.epoch} is given up: {shift.failure}", warning=True),
         ]
 
-    def _note(self, now: float, shift: Shift, outcome: str) -> None:
-        before = shift.old.gear.layout() if shift.old is not None else "none"
-        self.history.append(
-            ShiftReport(
-                epoch=shift.epoch,
-                why=shift.reason,
-                before=before,
-                after=shift.gear.layout(),
-                started_at=shift.started_at,
-                took_s=now - shift.started_at,
-                outcome=outcome,
-            )
-        )
 
-
-def restore_epoch(records: Sequence[Mapping[str, Any]]) -> tuple[int, frozenset[str]]:
-    """The highest epoch of a journal and the fragments that were cordoned, for a restarted head."""
-    epoch = max((int(r["epoch"]) for r in records if r.get("event") == "epoch"), default=0)
-    cordoned: set[str] = set()
-    for record in records:
-        if record.get("event") == "cordon":
-            fragment = str(record["fragment"])
-            (cordoned.add if record["cordon"] else cordoned.discard)(fragment)
-    return epoch, frozenset(cordoned)
+def _report(now: float, shift: Shift, outcome: str) -> ShiftReport:
+    return ShiftReport(
+        epoch=shift.epoch,
+        why=shift.reason,
+        before=shift.before,
+        after=shift.gear.layout(),
+        started_at=shift.started_at,
+        took_s=now - shift.started_at,
+        outcome=outcome,
+        mode=str(shift.order.mode) if shift.order is not None else "",
+    )

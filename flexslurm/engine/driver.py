@@ -14,13 +14,25 @@ from collections.abc import Callable
 
 import msgspec
 
-from flexslurm.engine.load import LiveSequence, Load
+from flexslurm.engine.load import LiveSequence, Load, RunningKv
 from flexslurm.engine.scheduler import Scheduler
 from flexslurm.errors import ProtocolError
 from flexslurm.gear import Epoch, Replica
-from flexslurm.messages import Message, SequenceRequest, Step, StepDone, StepFailed, TokenEvent
+from flexslurm.messages import (
+    FreeBlocks,
+    Message,
+    SamplingParams,
+    SequenceRequest,
+    Step,
+    StepDone,
+    StepFailed,
+    StopRules,
+    TokenEvent,
+)
 
 STEP_TIMEOUT_S = 60.0
+PROBE = "probe"
+"""The sequence of a probe; its token is given to nobody."""
 
 
 class StepTimes(msgspec.Struct, frozen=True):
@@ -64,10 +76,15 @@ class Driver:
         now: Callable[[], float],
         send_many: Callable[[tuple[str, ...], Message], object] | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        seat: int | None = None,
+        paused: bool = False,
     ) -> None:
         assert len(workers) == replica.gpus, f"{len(workers)} workers for {replica.gpus} GPUs"
         self.epoch = Epoch(epoch)
         self.replica_index = replica_index
+        """Its number in its epoch, which its messages carry."""
+        self.seat = replica_index if seat is None else seat
+        """Tells it from all other drivers that are open."""
         self.replica = replica
         self.workers = workers
         self.scheduler = Scheduler(replica, block_tokens)
@@ -84,8 +101,10 @@ class Driver:
         self._step_timeout_s = step_timeout_s
         self._sent_at: dict[int, float] = {}
         self._progress_at = now()
-        self._paused = False
+        self._paused = paused
         self._emitting = False
+        self.probed = False
+        """Whether a probe went through all workers and back."""
 
     # --------------------------------------------------------------------------- requests
 
@@ -103,6 +122,50 @@ class Driver:
     def abort(self, seq_id: str) -> bool:
         """End a sequence without an event; whether it was here."""
         return self.scheduler.abort(seq_id)
+
+    # -------------------------------------------------------- sequences that come with their KV
+
+    def running_kv(self) -> list[RunningKv]:
+        """What could be moved from here; see `Scheduler.running_kv`."""
+        return self.scheduler.running_kv()
+
+    def reserve(self, seq_id: str, count: int) -> tuple[int, ...] | None:
+        """Blocks to be filled from outside; see `Scheduler.reserve`."""
+        return None if self.closed else self.scheduler.reserve(seq_id, count)
+
+    def release(self, seq_id: str) -> None:
+        """Give reserved blocks back, if there are any."""
+        if not self.closed:
+            self.scheduler.release(seq_id)
+
+    def adopt(
+        self,
+        request: SequenceRequest,
+        output: tuple[int, ...],
+        computed: int,
+        *,
+        partly: bool = False,
+    ) -> bool:
+        """Run a sequence with its reserved blocks; see `Scheduler.adopt`. `pump` starts it."""
+        assert not self.closed, f"{request.seq_id} came to the closed driver of epoch {self.epoch}"
+        return self.scheduler.adopt(request, output, computed, partly=partly)
+
+    def limit_blocks(self, blocks: int | None) -> None:
+        """Use no more blocks than these from now on; None: all there are."""
+        pool = self.scheduler.pool
+        pool.limit = pool.num_blocks if blocks is None else min(blocks, pool.num_blocks)
+
+    def probe(self, tokens: int) -> None:
+        """Send some tokens through all workers, though paused; `probed` tells of the answer."""
+        tokens = max(min(tokens, self.replica.max_batch_tokens, self.load().max_context - 1), 1)
+        request = SequenceRequest(
+            seq_id=PROBE,
+            prompt=(1,) * tokens,
+            sampling=SamplingParams(),
+            stop=StopRules(max_tokens=1),
+        )
+        self.scheduler.add(request)
+        self._send_next()
 
     def close(self) -> list[LiveSequence]:
         """End for good; returns what has not ended, by arrival, with the tokens given out."""
@@ -133,31 +196,44 @@ class Driver:
     def pump(self) -> int:
         """Send steps until enough are in flight or nothing is ready; returns how many."""
         sent = 0
-        while self.serving and not self._paused:
-            batch = self.scheduler.schedule()
-            if batch is None:
-                break
-            now = self._now()
-            if not self._sent_at:
-                self._progress_at = now
-            self._sent_at[batch.step] = now
-            self._send_step(
-                Step(
-                    epoch=self.epoch,
-                    replica=self.replica_index,
-                    step=batch.step,
-                    chunks=batch.chunks,
-                )
-            )
+        while self.serving and not self._paused and self._send_next():
             sent += 1
+        if self.serving and self.idle:
+            self._tell_freed()
         return sent
 
-    def _send_step(self, step: Step) -> None:
+    def _send_next(self) -> bool:
+        """Send a step if there is anything to do."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        now = self._now()
+        if not self._sent_at:
+            self._progress_at = now
+        self._sent_at[batch.step] = now
+        self._send_all(
+            Step(
+                epoch=self.epoch,
+                replica=self.replica_index,
+                step=batch.step,
+                chunks=batch.chunks,
+                freed=batch.freed,
+            )
+        )
+        return True
+
+    def _tell_freed(self) -> None:
+        """What is free is free at once where no step follows that would say so."""
+        freed = self.scheduler.tell_freed()
+        if freed:
+            self._send_all(FreeBlocks(epoch=self.epoch, replica=self.replica_index, blocks=freed))
+
+    def _send_all(self, message: Step | FreeBlocks) -> None:
         if self._send_many is not None:
-            self._send_many(self.workers, step)
+            self._send_many(self.workers, message)
             return
         for worker in self.workers:
-            self._send(worker, step)
+            self._send(worker, message)
 
     def on_step_done(self, message: StepDone) -> None:
         """Take a step's tokens, emit their events, send what can be sent next."""
@@ -177,6 +253,9 @@ class Driver:
         self.pump()  # first, so that the workers compute while the events go out
         self._emitting = True
         for event in events:
+            if event.seq_id == PROBE:
+                self.probed = True
+                continue
             self._emit(event)
         self._emitting = False
         self.pump()

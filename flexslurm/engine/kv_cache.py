@@ -22,19 +22,27 @@ class BlockPool:
     Invariant: every block from 0 to `num_blocks - 1` is either free or in exactly one table, once.
     The lowest free number is given out first, so that the used part of the pool stays low: a pool
     that shrinks then has few blocks to relocate.
+
+    The workers hear of freed blocks with a later step. Until they have done that step a free block
+    is *warm*: it may be written by that step or a later one, but not filled from outside.
     """
 
-    __slots__ = ("_free", "_tables", "num_blocks")
+    __slots__ = ("_free", "_freed", "_tables", "_told", "limit", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 0, f"a pool of {num_blocks} blocks"
         self.num_blocks = num_blocks
+        self.limit = num_blocks
+        """How many may be in use: less than all while memory is lent to a shift."""
         self._free = list(range(num_blocks))  # sorted, hence a heap
         self._tables: dict[str, tuple[int, ...]] = {}
+        self._freed: set[int] = set()
+        self._told: dict[int, int] = {}
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
+        """Blocks that may be given out."""
+        return max(min(len(self._free), self.limit - self.used_count), 0)
 
     @property
     def used_count(self) -> int:
@@ -59,10 +67,21 @@ class BlockPool:
         Returns whether there were enough.
         """
         assert count >= 0, f"{owner} asks for {count} blocks"
-        if count > len(self._free):
+        if count > self.free_count:
             return False
         if count:
             new = tuple(heapq.heappop(self._free) for _ in range(count))
+            self._tables[owner] = self._tables.get(owner, ()) + new
+        return True
+
+    def allocate_cold(self, owner: str, count: int) -> bool:
+        """As `allocate`, of blocks that are not warm: for data that comes from outside."""
+        cold = [b for b in sorted(self._free) if b not in self._freed and b not in self._told]
+        if count > min(self.free_count, len(cold)):
+            return False
+        if count:
+            new = tuple(cold[:count])
+            self._free = sorted(set(self._free) - set(new))
             self._tables[owner] = self._tables.get(owner, ()) + new
         return True
 
@@ -71,7 +90,22 @@ class BlockPool:
         table = self._tables.pop(owner, ())
         for block in table:
             heapq.heappush(self._free, block)
+        self._freed.update(table)
         return len(table)
+
+    # ------------------------------------------------------------------- what workers know
+
+    def tell_freed(self, step: int) -> tuple[int, ...]:
+        """The blocks freed since the last call, which the workers hear of by this step."""
+        told = tuple(sorted(self._freed))
+        self._freed.clear()
+        self._told.update(dict.fromkeys(told, step))
+        return told
+
+    def cool(self, step: int) -> None:
+        """The workers have done this step and those before it."""
+        if self._told:
+            self._told = {block: by for block, by in self._told.items() if by > step}
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first block that is lost, doubled or unknown."""

@@ -14,6 +14,23 @@ class MicroBatch(msgspec.Struct, frozen=True):
     chunks: tuple[Chunk, ...]
     decode_tokens: int
     prefill_tokens: int
+    freed: tuple[int, ...] = ()
+    """Blocks that hold nothing any more, as `messages.Step.freed`."""
+
+
+class RunningKv(msgspec.Struct, frozen=True):
+    """A sequence that owns blocks, and how much of it they hold."""
+
+    seq_id: str
+    blocks: tuple[int, ...]
+    """In the order of positions."""
+    computed: int
+    """Positions whose KV is there."""
+    arrival: int
+    most_tokens: int
+    """Tokens of prompt and answer that it may reach."""
+    tenure: int
+    """Rises when it gets other blocks: what was read before belongs to no one."""
 
 
 class LiveSequence(msgspec.Struct, frozen=True):

@@ -14,26 +14,27 @@ Blocks of a sequence in flight are not given out before its micro-batch is answe
 
 A sequence that moved here from a larger replica may be taken *partly*: it goes on until it has as
 many tokens as fit, and then rests, decoding but never ready, until the head takes it away.
+
+A sequence that is to come from another replica with its KV has blocks *reserved* here, which are
+filled from outside; `adopt` makes it one of those that run, or `release` gives the blocks back.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
-from operator import attrgetter
 
 import msgspec
 
 from flexslurm.engine.kv_cache import BlockPool, blocks_for
-from flexslurm.engine.load import LiveSequence, Load, MicroBatch
-from flexslurm.engine.sequence import QUEUED, RUNNING, Sequence, SequenceState
+from flexslurm.engine.load import LiveSequence, Load, MicroBatch, RunningKv
+from flexslurm.engine.roster import Roster
+from flexslurm.engine.sequence import Sequence, SequenceState
 from flexslurm.errors import ContextTooLong, InvalidRequest, ProtocolError
 from flexslurm.gear import Replica
 from flexslurm.messages import Chunk, SampledToken, SequenceRequest, TokenEvent
 
 _PREFILL_SHARE = 4  # one part in four of the budget is kept for prefill while there is some
 _SPARE_SHARE = 4  # blocks left free at admission: one for every four sequences that may grow
-_rank = attrgetter("rank")
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -47,8 +48,9 @@ class _Entry(msgspec.Struct, frozen=True):
 class Scheduler:
     """The sequences of one replica, its block pool, and the micro-batches in flight.
 
-    Invariants (`check_invariants`): a sequence owns blocks exactly while it runs, or is aborted
-    and still in flight; it is in at most one micro-batch in flight; at most `max_batch` run.
+    Invariants (`check_invariants`): a sequence owns blocks exactly while it runs, is aborted and
+    still in flight, or is to be adopted; it is in at most one micro-batch in flight; at most
+    `max_batch` run.
     """
 
     def __init__(self, replica: Replica, block_tokens: int, first_step: int = 0) -> None:
@@ -59,15 +61,11 @@ class Scheduler:
         self.max_in_flight = len(replica.stages)
         self.pool = BlockPool(replica.kv_blocks)
         self.max_context = min(replica.max_context, replica.kv_blocks * block_tokens)
-        self._sequences: dict[str, Sequence] = {}
-        self._queue: list[Sequence] = []  # by rank
-        self._prefilling: list[Sequence] = []  # by rank
-        self._decoding: dict[str, Sequence] = {}
-        self._ready: dict[str, Sequence] = {}  # decoding, not in flight, longest wait first
+        self._roster = Roster(block_tokens, self.max_context)
         self._in_flight: dict[int, tuple[_Entry, ...]] = {}
+        self._reserved: set[str] = set()
         self._next_step = first_step
         self._first_step = first_step
-        self._queued_blocks = 0
         self._evictions = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
@@ -84,11 +82,9 @@ class Scheduler:
         even get its next token; InvalidRequest if it is empty.
         """
         self._check_fits(request, len(output), partly)
-        assert request.seq_id not in self._sequences, f"{request.seq_id} is here already"
+        assert request.seq_id not in self._roster.all, f"{request.seq_id} is here already"
         assert len(output) < request.stop.max_tokens, f"{request.seq_id} is complete"
-        sequence = Sequence(request, output)
-        self._sequences[sequence.seq_id] = sequence
-        self._enqueue(sequence)
+        self._roster.enqueue(Sequence(request, output))
 
     def _check_fits(self, request: SequenceRequest, has: int, partly: bool) -> None:
         prompt, answer = len(request.prompt), request.stop.max_tokens
@@ -107,20 +103,86 @@ class Scheduler:
 
         Its blocks are free at once, or, if it is in flight, when its micro-batch is answered.
         """
-        sequence = self._sequences.get(seq_id)
+        sequence = self._roster.all.get(seq_id)
         if sequence is None:
             return False
-        if sequence.state in QUEUED:
-            self._dequeue(sequence)
-        self._finish(sequence)
+        self._roster.finish(sequence)
         if sequence.step is None:
             self.pool.free(seq_id)
         return True
 
+    # ---------------------------------------------------------------- from and to elsewhere
+
+    def running_kv(self) -> list[RunningKv]:
+        """What could be moved to another replica, by arrival; full blocks never change."""
+        return [
+            RunningKv(
+                seq_id=s.seq_id,
+                blocks=self.pool.table(s.seq_id),
+                computed=s.computed,
+                arrival=s.request.arrival,
+                most_tokens=len(s.prompt) + s.request.stop.max_tokens,
+                tenure=s.tenure,
+            )
+            for s in self._roster.running_in_order()
+        ]
+
+    def reserve(self, seq_id: str, count: int) -> tuple[int, ...] | None:
+        """Give a sequence that is not here `count` more blocks, to be filled from outside.
+
+        Returns these blocks, or None if there are not enough.
+        """
+        assert seq_id not in self._roster.all, f"{seq_id} is here already"
+        held = self.pool.held(seq_id)
+        if not self.pool.allocate_cold(seq_id, count):
+            return None
+        if count:
+            self._reserved.add(seq_id)
+        return self.pool.table(seq_id)[held:]
+
+    def release(self, seq_id: str) -> None:
+        """Give reserved blocks back; nothing may still be filling them."""
+        if seq_id in self._reserved:
+            self._reserved.discard(seq_id)
+            self.pool.free(seq_id)
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        return frozenset(self._reserved)
+
+    def adopt(
+        self,
+        request: SequenceRequest,
+        output: tuple[int, ...],
+        computed: int,
+        *,
+        partly: bool = False,
+    ) -> bool:
+        """Run a sequence whose reserved blocks hold the KV of its first `computed` tokens.
+
+        Where there is no place in the batch, or no block for its next token, its blocks are given
+        back and the answer is False: it is to be added as any other. Raises as `add`.
+        """
+        self._check_fits(request, len(output), partly)
+        sequence = Sequence(request, output)
+        computed = min(computed, sequence.length - 1)
+        held = self.pool.held(sequence.seq_id)
+        assert computed <= held * self.block_tokens, f"{computed} tokens in {held} blocks"
+        more = max(blocks_for(sequence.length, self.block_tokens) - held, 0)
+        full = self._roster.running >= self.max_batch
+        if full or not self.pool.allocate(sequence.seq_id, more):
+            self.release(sequence.seq_id)
+            return False
+        self._reserved.discard(sequence.seq_id)
+        sequence.computed = computed
+        self._roster.prefill(sequence)
+        if output and computed == sequence.length - 1:
+            self._roster.decode(sequence)
+        return True
+
     def live(self) -> list[LiveSequence]:
         """All sequences that have not ended, by arrival."""
-        ordered = sorted(self._sequences.values(), key=_rank)
-        return [LiveSequence(s.request, tuple(s.output)) for s in ordered]
+        return [LiveSequence(s.request, tuple(s.output)) for s in self._roster.in_order()]
 
     @property
     def idle(self) -> bool:
@@ -129,17 +191,17 @@ class Scheduler:
 
     @property
     def empty(self) -> bool:
-        """No sequence is left, not even an aborted one in flight."""
-        return not self._sequences and not self._in_flight
+        """No sequence is left, not even an aborted one in flight, and none is to come."""
+        return not self._roster.all and not self._in_flight and not self._reserved
 
     def load(self) -> Load:
         return Load(
-            running=len(self._prefilling) + len(self._decoding),
-            waiting=len(self._queue),
+            running=self._roster.running,
+            waiting=len(self._roster.queue),
             in_flight=len(self._in_flight),
             blocks=self.pool.num_blocks,
             free_blocks=self.pool.free_count,
-            queued_blocks=self._queued_blocks,
+            queued_blocks=self._roster.queued_blocks,
             block_tokens=self.block_tokens,
             max_batch=self.max_batch,
             max_context=self.max_context,
@@ -153,7 +215,7 @@ class Scheduler:
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None: nothing is ready, or enough are in flight."""
-        if len(self._in_flight) >= self.max_in_flight or not self._sequences:
+        if len(self._in_flight) >= self.max_in_flight or not self._roster.all:
             return None
         step = self._next_step
         decodes = self._pick_decodes(step, self.max_batch_tokens - self._kept_for_prefill())
@@ -167,12 +229,17 @@ class Scheduler:
         prefill = sum(entry.tokens for entry in entries) - len(decodes)
         self._decode_tokens += len(decodes)
         self._prefill_tokens += prefill
-        return MicroBatch(step, tuple(chunks), len(decodes), prefill)
+        freed = self.pool.tell_freed(step)
+        return MicroBatch(step, tuple(chunks), len(decodes), prefill, freed)
+
+    def tell_freed(self) -> tuple[int, ...]:
+        """What `schedule` would tell of freed blocks with its next micro-batch, told before it."""
+        return self.pool.tell_freed(self._next_step)
 
     def _kept_for_prefill(self) -> int:
         """Tokens of the budget that decodes must leave; takes turns where one token is all."""
-        pending = any(s.step is None for s in self._prefilling)
-        if not pending and not (self._queue and self._admissible(self._queue[0])):
+        pending = any(s.step is None for s in self._roster.prefilling)
+        if not pending and not (self._roster.queue and self._admissible(self._roster.queue[0])):
             return 0
         if self.max_batch_tokens > 1:
             return max(1, self.max_batch_tokens // _PREFILL_SHARE)
@@ -180,12 +247,12 @@ class Scheduler:
         return int(self._prefill_turn)
 
     def _pick_decodes(self, step: int, limit: int) -> list[Sequence]:
-        quota = min(limit, -(-len(self._decoding) // self.max_in_flight))
+        quota = min(limit, -(-len(self._roster.decoding) // self.max_in_flight))
         picked: list[Sequence] = []
-        for sequence in list(self._ready.values()) if quota > 0 else ():
+        for sequence in list(self._roster.ready.values()) if quota > 0 else ():
             if sequence.state is not SequenceState.DECODING or not self._can_grow(sequence):
                 continue  # evicted by one before it in this loop, or without room for now
-            del self._ready[sequence.seq_id]
+            del self._roster.ready[sequence.seq_id]
             sequence.step = step
             picked.append(sequence)
             if len(picked) == quota:
@@ -196,11 +263,11 @@ class Scheduler:
         self, step: int, budget: int, chunks: list[Chunk], entries: list[_Entry]
     ) -> None:
         """Fill the budget with chunks: of those that run, oldest first, then of new ones."""
-        for sequence in self._prefilling:
+        for sequence in self._roster.prefilling:
             if budget and sequence.step is None:
                 budget -= self._add_prefill(sequence, step, budget, chunks, entries)
-        while budget and self._queue and self._admissible(self._queue[0]):
-            sequence = self._queue[0]
+        while budget and self._roster.queue and self._admissible(self._roster.queue[0]):
+            sequence = self._roster.queue[0]
             self._admit(sequence)
             budget -= self._add_prefill(sequence, step, budget, chunks, entries)
 
@@ -234,65 +301,34 @@ class Scheduler:
     # -------------------------------------------------------------------- blocks and queue
 
     def _admissible(self, sequence: Sequence) -> bool:
-        running = len(self._prefilling) + len(self._decoding)
+        running = self._roster.running
         spare = running // _SPARE_SHARE  # else one is admitted only to be evicted again
         need = blocks_for(sequence.length, self.block_tokens)
         return running < self.max_batch and need + spare <= self.pool.free_count
 
     def _admit(self, sequence: Sequence) -> None:
         """Give it the blocks for all the tokens it has, so that prefill never waits for any."""
-        self._dequeue(sequence)
+        self._roster.dequeue(sequence)
         need = blocks_for(sequence.length, self.block_tokens)
         given = self.pool.allocate(sequence.seq_id, need)
         assert given, f"{sequence} was admitted without room"
-        sequence.move(SequenceState.PREFILLING)
-        insort(self._prefilling, sequence, key=_rank)
+        self._roster.prefill(sequence)
 
     def _can_grow(self, sequence: Sequence) -> bool:
         """Make sure of a block for the position it computes next; evicts younger ones for it."""
         if sequence.computed < self.pool.held(sequence.seq_id) * self.block_tokens:
             return True
         while not self.pool.allocate(sequence.seq_id, 1):
-            victim = self._youngest_after(sequence)
+            victim = self._roster.youngest_after(sequence)
             if victim is None:
                 return False
             self._evict(victim)
         return True
 
-    def _youngest_after(self, sequence: Sequence) -> Sequence | None:
-        """The running sequence that arrived last, if after this one; none that is in flight."""
-        candidates = (*self._prefilling, *self._ready.values())
-        free = (s for s in candidates if s.step is None and s.rank > sequence.rank)
-        return max(free, key=_rank, default=None)
-
     def _evict(self, victim: Sequence) -> None:
-        self._leave(victim)
-        victim.move(SequenceState.EVICTED)
-        victim.computed = 0
+        self._roster.evict(victim)
         self.pool.free(victim.seq_id)
         self._evictions += 1
-        self._enqueue(victim)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take it out of the collections of running sequences."""
-        if sequence.state is SequenceState.PREFILLING:
-            del self._prefilling[bisect_left(self._prefilling, sequence.rank, key=_rank)]
-        elif sequence.state is SequenceState.DECODING:
-            del self._decoding[sequence.seq_id]
-            self._ready.pop(sequence.seq_id, None)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._queue, sequence, key=_rank)
-        self._queued_blocks += blocks_for(sequence.length, self.block_tokens)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        del self._queue[bisect_left(self._queue, sequence.rank, key=_rank)]
-        self._queued_blocks -= blocks_for(sequence.length, self.block_tokens)
-
-    def _finish(self, sequence: Sequence) -> None:
-        self._leave(sequence)
-        sequence.move(SequenceState.FINISHED)
-        del self._sequences[sequence.seq_id]
 
     # --------------------------------------------------------------------------- answers
 
@@ -311,6 +347,7 @@ class Scheduler:
             odd = ", ".join(sorted(given.keys() ^ asked))
             raise ProtocolError(f"step {step} was to sample {len(asked)} tokens; not so for {odd}")
         del self._in_flight[step]
+        self.pool.cool(step)
         events = []
         for entry in entries:
             sequence = entry.sequence
@@ -327,15 +364,10 @@ class Scheduler:
         position = len(sequence.output)
         finish = sequence.append(sampled.token)
         if finish is not None:
-            self._finish(sequence)
+            self._roster.finish(sequence)
             self.pool.free(sequence.seq_id)
         else:
-            if sequence.state is SequenceState.PREFILLING:
-                self._leave(sequence)
-                sequence.move(SequenceState.DECODING)
-                self._decoding[sequence.seq_id] = sequence
-            if sequence.length < self.max_context:
-                self._ready[sequence.seq_id] = sequence
+            self._roster.decode(sequence)
         return TokenEvent(
             seq_id=sequence.seq_id,
             token=sampled.token,
@@ -353,29 +385,15 @@ class Scheduler:
         assert len({id(s) for s in flying}) == len(flying), f"twice in flight: {flying}"
         assert len(self._in_flight) <= self.max_in_flight, f"in flight: {list(self._in_flight)}"
         aborted = {s.seq_id for s in flying if s.state is SequenceState.FINISHED}
-        running = {s.seq_id for s in self._sequences.values() if s.state in RUNNING}
-        assert set(self.pool.tables) == running | aborted, "blocks are not with those that run"
+        running = {s.seq_id for s in self._roster.running_in_order()}
+        owners = running | aborted | self._reserved
+        assert set(self.pool.tables) == owners, "blocks are not with those that run"
+        assert not self._reserved & self._roster.all.keys(), "reserved for one that is here"
         assert len(running) <= self.max_batch, f"{len(running)} run, {self.max_batch} may"
-        assert {s.seq_id for s in self._prefilling} | self._decoding.keys() == running
-        queued = [s for s in self._sequences.values() if s.state in QUEUED]
-        assert self._queue == sorted(queued, key=_rank), f"the queue is {self._queue}"
-        wanted = sum(blocks_for(s.length, self.block_tokens) for s in queued)
-        assert self._queued_blocks == wanted, f"{self._queued_blocks} queued blocks, not {wanted}"
-        for sequence in self._sequences.values():
-            self._check_sequence(sequence)
-
-    def _check_sequence(self, s: Sequence) -> None:
-        assert (s in self._in_flight_sequences(s.step)) == (s.step is not None), f"{s} flies?"
-        assert len(s.output) < s.request.stop.max_tokens, f"{s} should have ended"
-        held = self.pool.held(s.seq_id) * self.block_tokens
-        if s.state in QUEUED:
-            assert s.computed == 0 and s.step is None, f"{s} waits and is computed"
-        elif s.state is SequenceState.PREFILLING:
-            assert s.computed < s.length <= held, f"{s} with {held} positions"
-        else:
-            assert s.computed == s.length - 1 <= held, f"{s} with {held} positions"
-            may_go_on = s.step is None and s.length < self.max_context
-            assert (s.seq_id in self._ready) == may_go_on, f"{s} ready?"
+        for sequence in self._roster.all.values():
+            flies = sequence in self._in_flight_sequences(sequence.step)
+            assert flies == (sequence.step is not None), f"{sequence} flies?"
+        self._roster.check_invariants(self.pool)
 
     def _in_flight_sequences(self, step: int | None) -> list[Sequence]:
         entries = self._in_flight.get(step, ()) if step is not None else ()

@@ -12,6 +12,9 @@ loser is *evicted*: it owns no blocks, keeps its tokens, and waits to be admitte
 everything that arrived after it. Being admitted again is prefilling over prompt and answer so far;
 the token sampled at its end is the next one, never one that was already given out.
 
+A sequence that comes from another replica with its KV is *adopted*: it is prefilling, or decoding
+at once, without having been computed here.
+
 `finished` is the end, reached from everywhere: by the stop rules or by an abort. Nothing leaves it.
 
 Being in flight is not a state but a mark (`step`): the sequence is part of a micro-batch that the
@@ -72,6 +75,7 @@ class Sequence:
         "state",
         "step",
         "stop_ids",
+        "tenure",
     )
 
     def __init__(self, request: SequenceRequest, output: tuple[int, ...] = ()) -> None:
@@ -88,6 +92,8 @@ class Sequence:
         """Positions whose KV is in the cache."""
         self.step: int | None = None
         """The micro-batch in flight that it is part of."""
+        self.tenure = 0
+        """How often it was given blocks anew."""
         self._story: deque[SequenceState] = deque((self.state,), maxlen=_STORY_LENGTH)
 
     @property

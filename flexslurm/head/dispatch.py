@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from flexslurm.engine.load import LiveSequence, Load
-from flexslurm.gateway.router import Placement, ReplicaLoad, choose
+from flexslurm.gateway.router import Placement, ReplicaLoad, Verdict, choose
 from flexslurm.head.stream import Channel
 from flexslurm.messages import SequenceRequest
 
@@ -31,12 +31,24 @@ class ReplicaDriver(Protocol):
     """What the head needs of an `engine.driver.Driver`."""
 
     @property
-    def replica_index(self) -> int: ...
+    def seat(self) -> int:
+        """Tells it from all other drivers that are attached."""
+        ...
+
     @property
     def serving(self) -> bool: ...
     def submit(
         self, request: SequenceRequest, output: tuple[int, ...] = (), *, partly: bool = False
     ) -> None: ...
+    def adopt(
+        self,
+        request: SequenceRequest,
+        output: tuple[int, ...],
+        computed: int,
+        *,
+        partly: bool = False,
+    ) -> bool: ...
+    def release(self, seq_id: str) -> None: ...
     def abort(self, seq_id: str) -> bool: ...
     def pump(self) -> int: ...
     def load(self) -> Load: ...
@@ -107,7 +119,7 @@ class _Seat:
     def load(self) -> ReplicaLoad:
         load = self.driver.load()
         return ReplicaLoad(
-            replica=self.driver.replica_index,
+            replica=self.driver.seat,
             running=load.running,
             waiting=load.waiting,
             max_batch=load.max_batch,
@@ -144,9 +156,8 @@ class Dispatch:
         drivers = tuple(drivers)
         assert not speeds or len(speeds) == len(drivers), f"{speeds} for {len(drivers)} drivers"
         for number, driver in enumerate(drivers):
-            index = driver.replica_index
-            assert index not in self._seats, f"replica {index} is attached already"
-            self._seats[index] = _Seat(driver, speeds[number] if speeds else 1.0, ramp)
+            assert driver.seat not in self._seats, f"seat {driver.seat} is taken already"
+            self._seats[driver.seat] = _Seat(driver, speeds[number] if speeds else 1.0, ramp)
         self.places = sum(seat.driver.load().max_batch for seat in self._seats.values())
 
     def detach(self, replica: int) -> list[LiveSequence]:
@@ -249,6 +260,26 @@ class Dispatch:
         live.cap_output = None if cap is None else cap - len(live.request.prompt)
         driver = self._seats[replica].driver
         driver.submit(live.request, tuple(live.output), partly=cap is not None)
+
+    def adopt(self, live: Live, seat: int, computed: int) -> bool:
+        """Give a sequence that is nowhere to the replica that has its KV; whether that took it."""
+        driver, tokens = self._seats[seat].driver, live.tokens
+        limit = driver.load().max_context
+        if tokens >= limit:
+            driver.release(live.request.seq_id)
+            return False
+        cap = None if live.most_tokens <= limit else limit
+        if not driver.adopt(live.request, tuple(live.output), computed, partly=cap is not None):
+            return False
+        live.placed = Placement(Verdict.PLACED, seat, "its KV was moved there", cap)
+        live.outgrown, live.unfit_since_s = False, None
+        live.cap_output = None if cap is None else cap - len(live.request.prompt)
+        return True
+
+    def take_waiting(self, seq_id: str) -> bool:
+        """Take a sequence out of those that wait; whether it was among them."""
+        held = self._held.pop(seq_id, None)
+        return (held or self._unfit.pop(seq_id, None)) is not None
 
     def release(self, live: Live) -> None:
         """Take a sequence from where it is; its driver gives nothing more of it."""

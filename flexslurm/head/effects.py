@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flexslurm.control.actions import OpenEpoch
-from flexslurm.engine.driver import Driver
+from flexslurm.control.actions import PlanShift, SwitchOver
+from flexslurm.control.events import MoveFigures, ShiftEvent, ShiftPlanned, Switched
+from flexslurm.control.installed import ReplicaKey
+from flexslurm.control.phases import Mode, ShiftOrder
 from flexslurm.errors import EnvironmentFault, ProtocolError
+from flexslurm.gear import Gear
 from flexslurm.head.ledger import Ledger
+from flexslurm.head.replicas import Replicas
 from flexslurm.messages import (
     Message,
     RendezvousAdd,
@@ -33,13 +37,16 @@ class HeadEffects:
         self,
         ledger: Ledger,
         journal: Journal,
-        broken: Callable[[int, str], None],
+        broken: Callable[[ReplicaKey, str], None],
+        speeds: Callable[[Gear], Mapping[int, float]] = lambda gear: {},
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ledger, self._journal, self._broken, self._now = ledger, journal, broken, now
+        self._journal, self._speeds = journal, speeds
         self._socket: HeadSocket | None = None
         self._board = RendezvousBoard()
-        self._drivers: dict[int, Driver] = {}
+        self.replicas = Replicas(
+            ledger, send=self.send, send_many=self._send_many, broken=broken, now=now
+        )
         self.shifts = 0
 
     def bind(self, socket: HeadSocket) -> None:
@@ -60,10 +67,8 @@ class HeadEffects:
                 hint="free space on the shared file system; the head goes on from its journal",
             ) from error
 
-    def detach(self, reason: str) -> None:
-        moved = self._ledger.detach_all()
-        self._drivers.clear()
-        log.info("paused with %d sequences: %s", len(moved), reason)
+    def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
+        self.replicas.detach(replicas, reason)
 
     def meet_epoch(self, epoch: int) -> None:
         self._board.open(epoch)
@@ -71,24 +76,41 @@ class HeadEffects:
     def forget_epoch(self, epoch: int) -> None:
         self._board.close(epoch)
 
-    def open_epoch(self, opened: OpenEpoch) -> None:
-        """Start a driver for each replica and give them what waits."""
-        assert not self._drivers, f"epoch {opened.epoch} opens over open drivers"
-        for index, replica in enumerate(opened.gear.replicas):
-            self._drivers[index] = Driver(
-                opened.epoch,
-                index,
-                replica,
-                opened.gear.block_tokens,
-                tuple(peer.worker for peer in opened.peers[index]),
-                send=self.send,
-                send_many=self._send_many,
-                emit=self._ledger.on_event,
-                broken=lambda reason: self._broken(opened.epoch, reason),
-                now=self._now,
-            )
+    # ------------------------------------------------------------------ the moves of a shift
+
+    def plan_shift(self, ask: PlanShift) -> ShiftEvent:
+        return ShiftPlanned(ask.epoch, ShiftOrder(Mode.RECOMPUTE))
+
+    def park_all(self, epoch: int) -> ShiftEvent | None:
+        raise NotImplementedError
+
+    def begin_transfer(self, epoch: int) -> ShiftEvent | None:
+        raise NotImplementedError
+
+    def begin_cutover(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
+        raise NotImplementedError
+
+    def drop_shift(self, epoch: int, reason: str) -> None:
+        self.replicas.forget_arriving()
+
+    def room_free(self, epoch: int) -> None:
+        pass
+
+    def switch_over(self, switch: SwitchOver) -> ShiftEvent:
+        """Open the new replicas' drivers, then close those that go."""
+        gear = switch.gear.gear
+        for one in switch.opened.values():
+            self.replicas.arrive(one, gear.block_tokens)
+        by_number = self._speeds(gear)
+        speeds = {
+            one.key: by_number[number]
+            for number, one in switch.gear.replicas.items()
+            if number in by_number
+        }
+        opened = [one.key for _, one in sorted(switch.opened.items())]
+        self.replicas.switch(opened, switch.closed, {}, speeds)
         self.shifts += 1
-        self._ledger.attach(self._drivers.values())
+        return Switched(switch.epoch, MoveFigures())
 
     def _send_many(self, workers: tuple[str, ...], message: Message) -> None:
         if self._socket is not None:
@@ -101,22 +123,15 @@ class HeadEffects:
     def take(self, sender: str, message: Message) -> bool:
         """Handle a message of the data path; False when it is the controller's."""
         match message:
-            case StepDone(replica=replica):
-                driver = self._drivers.get(replica)
-                if driver is not None:
-                    driver.on_step_done(message)
+            case StepDone():
+                self.replicas.on_step_done(message)
             case StepFailed():
-                self._on_step_failed(message)
+                self.replicas.on_step_failed(message)
             case RendezvousSet() | RendezvousGet() | RendezvousAdd():
                 self._meet(sender, message)
             case _:
                 return False
         return True
-
-    def _on_step_failed(self, failed: StepFailed) -> None:
-        for driver in list(self._drivers.values()):
-            if failed.worker in driver.workers:
-                driver.on_step_failed(failed)
 
     def _meet(self, sender: str, message: RendezvousSet | RendezvousGet | RendezvousAdd) -> None:
         try:

@@ -32,6 +32,15 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a sequence waits for a gear that can take it."""
 
 
+class Adoption(msgspec.Struct, frozen=True):
+    """Where a sequence's KV was moved to, and how much of it."""
+
+    seat: int
+    """The driver's, which has blocks reserved for it."""
+    computed: int
+    """Positions whose KV is there."""
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger's counts, for status and metrics."""
 
@@ -196,6 +205,45 @@ class Ledger:
         self._dispatch.requeue(lives, self._now())
         self._dispatch.place()
         return sorted(moved, key=lambda sequence: sequence.request.arrival)
+
+    def switch(
+        self,
+        opened: Sequence[ReplicaDriver],
+        closed: Iterable[int],
+        adoptions: Mapping[str, Adoption],
+        speeds: Sequence[float] = (),
+        ramp: float = 1.0,
+    ) -> frozenset[str]:
+        """Serve with the opened drivers instead of those on the closed seats, all at once.
+
+        Sequences with an adoption go on where their KV is, if they are live and were with a closed
+        driver or waiting, and if that driver has room; returns them. The others wait as after
+        `detach`.
+        """
+        moved = [sequence for seat in closed for sequence in self._dispatch.detach(seat)]
+        loose = {sequence.request.seq_id for sequence in moved}
+        for seq_id in loose:
+            self._live[seq_id].placed = None
+            self._live[seq_id].moves += 1
+        self._moves += len(loose)
+        loose |= {s for s in adoptions if s in self._live and self._dispatch.take_waiting(s)}
+        self._dispatch.attach(opened, speeds, ramp)
+        lives = [self._live[seq_id] for seq_id in loose]
+        lives.sort(key=lambda live: live.request.arrival)
+        adopted = set()
+        for live in lives:
+            found = adoptions.get(live.request.seq_id)
+            if found is not None and self._dispatch.adopt(live, found.seat, found.computed):
+                adopted.add(live.request.seq_id)
+        rest = [live for live in lives if live.request.seq_id not in adopted]
+        self._dispatch.requeue(rest, self._now())
+        self._dispatch.place()
+        self._dispatch.pump()
+        return frozenset(adopted)
+
+    def has(self, seq_id: str) -> bool:
+        """Whether a sequence is live."""
+        return seq_id in self._live
 
     def cordon(self, reason: str) -> None:
         """Accept nothing more: requests are refused with this reason; running ones go on."""

@@ -10,8 +10,8 @@ import msgspec
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
-from flexslurm.control.shift import InstalledGear
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
@@ -69,6 +69,20 @@ class ServicePlanner:
             before = Current(current.gear, at)
         placed = place_gear(self.shards, gear, nodes, before)
         return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
+
+    def speeds(self, gear: Gear) -> dict[int, float]:
+        """Output tokens per second of each replica, by its number, as the planner estimates."""
+        problem, found = self._problem, {}
+        for number, replica in enumerate(gear.replicas):
+            depth = len(replica.stages)
+            slots = -(-replica.max_batch // depth)
+            slowest = max(
+                float(problem.times(StageKind(s.gpu_type, s.tp), slots)[s.lo, s.hi])
+                for s in replica.stages
+            )
+            cycle_s = float(problem.cycle_s(depth, slowest))
+            found[number] = replica.max_batch / cycle_s
+        return found
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         """How virtual GPUs spend time in this gear; real ones have no entry."""

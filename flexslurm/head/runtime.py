@@ -19,13 +19,15 @@ from flexslurm.control.controller import Controller
 from flexslurm.control.events import (
     ControlSettings,
     Cordon,
-    EpochBroken,
     Event,
+    ReplicaBroken,
     Tick,
 )
+from flexslurm.control.installed import ReplicaKey
+from flexslurm.control.phases import InstallSettings
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.shift import InstallSettings
-from flexslurm.control.state import Control, restore_epoch
+from flexslurm.control.restore import restore_epoch
+from flexslurm.control.state import Control
 from flexslurm.engine.families import check_model
 from flexslurm.errors import FlexslurmError
 from flexslurm.head.api_server import ApiServer
@@ -130,11 +132,10 @@ class Head:
             on_accept=self._on_accept,
             on_end=self._on_end,
         )
-        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken)
+        planner = ServicePlanner(self.service, self.site)
+        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken, planner.speeds)
         self.control = Control(
-            control_settings(self.service, self.site, self.incarnation),
-            ServicePlanner(self.service, self.site),
-            epoch=epoch,
+            control_settings(self.service, self.site, self.incarnation), planner, epoch=epoch
         )
         self.control.members.cordoned |= cordoned
         self.controller = Controller(self.control, self.effects, time.monotonic)
@@ -228,7 +229,7 @@ class Head:
             self._tell(Tick())
             self.ledger.tick(time.monotonic())
             current = self.control.current
-            gpus = current.gear.gpus if current is not None else 0
+            gpus = current.gpus if current is not None else 0
             self.ledger.announce(
                 "stopping" if self._stop_reason else self.control.state,
                 self.control.epoch,
@@ -278,9 +279,9 @@ class Head:
     def _tell(self, event: Event) -> None:
         self.controller.take(event)
 
-    def _on_broken(self, epoch: int, reason: str) -> None:
+    def _on_broken(self, replica: ReplicaKey, reason: str) -> None:
         # from within a driver's call: the controller closes drivers, so it acts in the next turn
-        asyncio.get_running_loop().call_soon(self._tell, EpochBroken(epoch, reason))
+        asyncio.get_running_loop().call_soon(self._tell, ReplicaBroken(replica, reason))
 
     def _answer(self, sender: str, ask: FromCli) -> None:
         assert self.socket is not None

@@ -61,7 +61,7 @@ def test_schedule_and_encode(running: int, target_us: float) -> None:
         sampled = [SampledToken(c.seq_id, 7) for c in step.chunks if c.sample is not None]
         scheduler.complete(step.step, sampled)
 
-    while scheduler.load().waiting or scheduler._prefilling:
+    while scheduler.load().waiting or scheduler._roster.prefilling:
         _decode_steps(scheduler, answer, 1)
     times_s = _decode_steps(scheduler, answer, 200)
     assert _report("schedule + encode", running, times_s) < target_us

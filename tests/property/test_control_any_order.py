@@ -5,16 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexslurm.control.actions import BeginCutover, BeginTransfer, ParkAll
 from flexslurm.control.events import Cordon, Heard, PilotGone
+from flexslurm.control.phases import Mode
 from flexslurm.messages import AgentBye, LeaveCancelled, LeaveNotice
-from tests.unit.control_world import World
+from tests.unit.control_world import OneReplicaPerNode, OneStagePerNode, World
 
 NAMES = ("a", "b", "c")
 happenings = st.lists(
     st.tuples(
         st.sampled_from(
             ["join", "bye", "notice", "stay", "kill", "broken", "hang", "dead", "cordon",
-             "uncordon", "gone", "wait", "fail", "mend", "cut"]
+             "uncordon", "gone", "wait", "fail", "mend", "cut", "slow", "mute", "answer"]
         ),
         st.sampled_from(NAMES),
         st.floats(0.05, 4.0),
@@ -23,10 +25,17 @@ happenings = st.lists(
 )  # fmt: skip
 
 
-@given(happenings)
-@settings(max_examples=150, deadline=None)
-def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
-    world = World(least=2, lost_s=2.0)
+planners = st.sampled_from([OneStagePerNode, OneReplicaPerNode])
+MUTES = (ParkAll, BeginTransfer, BeginCutover)
+
+
+@given(happenings, planners, st.sampled_from(Mode))
+@settings(max_examples=120, deadline=None)
+def test_any_sequence_of_events(
+    events: list[tuple[str, str, float]], planner: type[OneStagePerNode], mode: Mode
+) -> None:
+    world = World(planner=planner(least=2), lost_s=2.0)
+    world.mode = mode
     born = 0
     for what, name, seconds in events:
         agents = [a for a in world.control.members.agents.values() if a.hello.fragment == name]
@@ -62,6 +71,12 @@ def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
                 world.cut.add(agent)
             case "fail" if agent:
                 world.failing[agent] = "test"
+            case "slow" if agent:
+                world.slow.add(agent)
+            case "mute":
+                world.mute.add(MUTES[int(seconds * 100) % 3])
+            case "answer":
+                world.mend()
             case "mend":
                 world.failing.clear()
         world.run(seconds, step=0.25)
@@ -69,11 +84,13 @@ def test_any_sequence_of_events(events: list[tuple[str, str, float]]) -> None:
     world.failing.clear()
     world.dead.clear()
     world.cut.clear()
+    world.mend()
     for name in NAMES:
         world.take(Cordon(name, False))
         born += 1
         world.join(f"{name}{born}", "l40s" if name == "c" else "a100", 2, fragment=name)
     world.run(60, step=0.5)
     assert world.serving() == "a100:2x2,l40s:2"
+    assert world.control.current is not None and not world.control.current.lost
     epochs = [opened.epoch for opened in world.opened()]
     assert epochs == sorted(set(epochs)), "epochs only grow"

@@ -1,0 +1,78 @@
+"""The phases of a shift as a table, its orders and its settings; values only.
+
+What the phases mean is in `control.shift`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flexslurm.messages import WeightHolder
+
+
+class Phase(StrEnum):
+    PREPARE = "prepare"
+    PARK = "park"
+    CLOSE = "close"
+    INSTALL = "install"
+    TRANSFER = "transfer"
+    CUTOVER = "cutover"
+    COMMIT = "commit"
+    ABORT = "abort"
+
+
+_P = Phase
+LEGAL: Mapping[Phase, frozenset[Phase]] = {
+    _P.PREPARE: frozenset({_P.PARK, _P.CLOSE, _P.INSTALL, _P.TRANSFER, _P.COMMIT, _P.ABORT}),
+    _P.PARK: frozenset({_P.CLOSE, _P.ABORT}),
+    _P.CLOSE: frozenset({_P.INSTALL, _P.CUTOVER, _P.COMMIT, _P.ABORT}),
+    _P.INSTALL: frozenset({_P.TRANSFER, _P.CUTOVER, _P.COMMIT, _P.ABORT}),
+    _P.TRANSFER: frozenset({_P.CUTOVER, _P.ABORT}),
+    _P.CUTOVER: frozenset({_P.COMMIT, _P.ABORT}),
+    _P.COMMIT: frozenset(),
+    _P.ABORT: frozenset(),
+}
+
+
+class Mode(StrEnum):
+    """How KV gets from the old replicas to the new ones."""
+
+    BESIDE = "beside"
+    """Both fit: moved while the old ones serve."""
+    PARK = "park"
+    """They do not: kept in host memory while serving pauses."""
+    RECOMPUTE = "recompute"
+    """It does not: sequences go on from their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftOrder:
+    """The shell's plan of the moves, as far as the phases depend on it."""
+
+    mode: Mode
+    holders: tuple[WeightHolder, ...] = ()
+    """For `Install.holders`."""
+    rate_bytes_per_s: float = 0.0
+    lines: tuple[str, ...] = ()
+    """The plan in words, for the journal and for people."""
+    evicted: tuple[str, ...] = ()
+    """Sequences that the new gear has no room for: they wait and are recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstallSettings:
+    """What every install of this service has in common, and the bounds of the phases."""
+
+    model: str
+    dtype: str
+    memory_fraction: float
+    prepare_timeout_s: float
+    close_timeout_s: float
+    install_timeout_s: float
+    park_timeout_s: float = 60.0
+    transfer_timeout_s: float = 120.0
+    cutover_timeout_s: float = 20.0
+    leave_reserve_s: float = 1.0
+    """Kept for CUTOVER of the time that a leaving member has left."""
