@@ -486,6 +486,8 @@ class PullKv(Message, frozen=True, tag="head.pull_kv"):
     """`(source's block, own block)`."""
     rate_bytes_per_s: float = 0.0
     timeout_s: float = 60.0
+    directory: str | None = None
+    """Read what the source parked there in files, whether it still lives or not."""
 
 
 class ParkKv(Message, frozen=True, tag="head.park_kv"):
