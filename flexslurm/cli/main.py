@@ -33,6 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Take no new work on some nodes of a service.",
     ),
     "plan": ("flexslurm.cli.plan_commands:plan", "Show the gears for a model and a pool of GPUs."),
+    "profile": (
+        "flexslurm.cli.profile_command:profile",
+        "Measure how long a model's layers take on a GPU type.",
+    ),
     "model": ("flexslurm.cli.model_commands:model", "Prepare a model's files, or check them."),
     "config": (
         "flexslurm.cli.config_commands:config",

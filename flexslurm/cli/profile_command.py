@@ -1,0 +1,186 @@
+"""`flexslurm profile`: measures how long a model's layers take on a GPU type; only asks and prints.
+
+The measuring is `engine.profiling`'s, the file's form `planner.profiles`'.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from flexslurm.config.site import Site
+    from flexslurm.engine.trial import Outcome, Run, Trial
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+@click.option(
+    "--site",
+    "site_file",
+    metavar="SITE.yaml",
+    type=click.Path(path_type=Path),
+    envvar="FLEXSLURM_SITE",
+    required=True,
+    help="What the cluster is made of.",
+)
+@click.option("--gpu-type", required=True, metavar="TYPE", help="A key of the site's gpu_types.")
+@click.option(
+    "--tp",
+    "degrees",
+    type=_COUNT,
+    multiple=True,
+    default=(1,),
+    show_default=True,
+    help="GPUs of a stage; several give a file each.",
+)
+@click.option("--local", is_flag=True, help="On this machine's GPUs, not as a Slurm job.")
+@click.option("--partition", help="Where the job goes; default: Slurm's own.")
+@click.option("--wait", default=600.0, show_default=True, metavar="S", help="For the job to start.")
+@click.option("--dtype", default="bfloat16", show_default=True, metavar="DTYPE")
+@click.option("--max-batch", type=_COUNT, default=64, show_default=True, help="Sequences.")
+@click.option(
+    "--max-tokens",
+    type=_COUNT,
+    default=512,
+    show_default=True,
+    help="New tokens of a step, as serving.max_batch_tokens.",
+)
+@click.option("--max-context", type=_COUNT, default=4096, show_default=True, help="Tokens.")
+@click.option("--block-tokens", type=_COUNT, default=256, show_default=True)
+@click.option("--layers", type=_COUNT, help="Layers of the trial stages; default: at most 8.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.05),
+    default=5.0,
+    show_default=True,
+    help="For the measurements of one file; what does not fit is left out.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path("profiles"),
+    show_default=True,
+    metavar="DIR",
+    help="Where the files go; with a job, on a shared disk.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")  # fmt: skip
+def profile(**options: Any) -> None:
+    """Measure MODEL (a checkpoint directory) on one GPU type, for `flexslurm plan --profile`.
+
+    A few layers are built as a stage of the service would be, and steps of prefill and decode are
+    timed over batch and context. Each file is a CSV: phase,layers,batch,context,seconds.
+    """
+    from flexslurm.config.sources import load_site
+
+    site = load_site(options["site_file"]).value
+    for tp in options["degrees"]:
+        path = profile_once(site, tp, options)
+        click.echo(path)
+
+
+def profile_once(site: Site, tp: int, options: dict[str, Any]) -> Path:
+    """Measure one degree; returns the file. Raises what is wrong as a FlexslurmError."""
+    from flexslurm.cli.trials import Where, run_trial
+
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        if not options["quiet"]:
+            click.echo(f"[{time.monotonic() - started:5.1f} s] {line}", err=True)
+
+    trial = plan_trial(site, tp, options)
+    where = Where(options["local"], options["partition"], options["gpu_type"], options["wait"])
+    outcome = run_trial(trial, site, where, options["folder"], say)
+    if outcome.left_out:
+        say(f"{outcome.left_out} measurements were left out: --minutes is over")
+    return write(outcome, site, tp, options)
+
+
+def plan_trial(site: Site, tp: int, options: dict[str, Any]) -> Trial:
+    """What is measured. Raises ConfigError, ModelError, CapacityError."""
+    from flexslurm.engine.families import DTYPE_BYTES, check_model
+    from flexslurm.engine.trial import Grid, Trial, plan
+    from flexslurm.errors import ConfigError
+    from flexslurm.planner.topology import Topology
+    from flexslurm.planner.workload import Limits
+
+    model, dtype = options["model"].absolute(), options["dtype"]
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"no dtype '{dtype}'", hint=f"there is {', '.join(DTYPE_BYTES)}")
+    info = check_model(model)
+    topology = Topology.from_site(site, dtype)
+    gpu = topology.gpu(options["gpu_type"])
+    arena = Limits().arena_bytes(gpu.memory_bytes)
+    grid = Grid(
+        options["max_batch"], options["max_tokens"], options["max_context"],
+        options["block_tokens"],
+    )  # fmt: skip
+    more = {} if options["layers"] is None else {"most_layers": options["layers"]}
+    runs, probes = plan(info, grid, tp=tp, dtype=dtype, arena_bytes=arena, **more)
+    return Trial(
+        model=str(model), dtype=dtype, tp=tp, device="cpu" if gpu.virtual else "cuda",
+        block_tokens=grid.block_tokens, arena_bytes=arena,
+        runs=with_pacing(runs, site, topology, options["gpu_type"], tp, str(model), dtype),
+        probes=probes, budget_s=options["minutes"] * 60.0,
+    )  # fmt: skip
+
+
+def with_pacing(
+    runs: tuple[Run, ...], site: Site, topology: Any, gpu_type: str, tp: int, model: str, dtype: str
+) -> tuple[Run, ...]:
+    """The runs with the pacing a worker of a virtual GPU would get; the send is not the layers'."""
+    import msgspec
+
+    from flexslurm.messages import Pacing
+    from flexslurm.planner.files import load_acted, load_spec
+    from flexslurm.planner.problem import Problem, StageKind
+    from flexslurm.planner.topology import Link
+    from flexslurm.planner.workload import Goal
+
+    virtual = site.gpu_types[gpu_type].virtual
+    if virtual is None:
+        return runs
+    if virtual.pacing != "acted":
+        pacing = Pacing(speed=virtual.speed)
+        return tuple(msgspec.structs.replace(run, pacing=pacing) for run in runs)
+    no_send = msgspec.structs.replace(topology, node_link=Link(float("inf"), 0.0))
+    problem = Problem(load_spec(model, dtype), no_send, Goal(), load_acted(topology, dtype))
+    return tuple(
+        msgspec.structs.replace(
+            run,
+            pacing=Pacing(
+                acted=msgspec.to_builtins(problem.cost(StageKind(gpu_type, tp), run.lo, run.hi))
+            ),
+        )
+        for run in runs
+    )
+
+
+def write(outcome: Outcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
+    """The profile's file, read back before anybody relies on it."""
+    from flexslurm.engine.trial import check_rows, rows_of
+    from flexslurm.errors import EnvironmentFault
+    from flexslurm.planner.files import load_spec
+    from flexslurm.planner.profiles import read_profile, write_profile
+    from flexslurm.wire.files import write_atomically
+
+    rows = rows_of(outcome.measured)
+    check_rows(rows, outcome.left_out)
+    gpu_type, dtype = options["gpu_type"], options["dtype"]
+    name = load_spec(str(options["model"]), dtype).name
+    about = {"model": name, "gpu_type": gpu_type, "tp": tp, "dtype": dtype}
+    text = write_profile(about, rows)
+    path: Path = options["folder"] / f"{name}-{gpu_type}-tp{tp}-{dtype}.csv"
+    read_profile(text, str(path))
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    return path
