@@ -102,14 +102,15 @@ def launch(
     from flexslurm.cli import launch as launching
     from flexslurm.cli.show import picture
     from flexslurm.cli.site_figures import check_figures
+    from flexslurm.cli.slurm_notes import surprises, warnings_of
     from flexslurm.config.check import load_pair
     from flexslurm.wire.service_dir import ServiceDir
 
     pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster)
     check_figures(pair.service, pair.site)
-    for note in pair.notes:
-        click.echo(f"note: {note}")
     service, site = pair.service.value, pair.site.value
+    for note in (*pair.notes, *(surprises(site) if cluster == "slurm" else ())):
+        click.echo(f"note: {note}")
     shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
     directory = (
         ServiceDir(Path(service_dir))
@@ -119,6 +120,8 @@ def launch(
     here = (head_place or service.head.place) == "here"
     plan = launching.plan_launch(service, site, directory, cluster, here)
     click.echo(picture(plan.gear))
+    for words in warnings_of(service.pool, site) if cluster == "slurm" else ():
+        click.echo(f"partition {words}")
     for fragment, left in plan.without:
         click.echo(f"without {fragment}: {describe_left(left)}")
     if dry_run:
