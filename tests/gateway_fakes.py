@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import openai
 from tokenizers import (
     AddedToken,
@@ -146,6 +147,14 @@ class _Live:
         self.position = 0
 
 
+def _check_bounded(request: SequenceRequest) -> None:
+    """What workers rely on: it can be sent, and no number indexes beyond the vocabulary."""
+    msgspec.msgpack.encode(request)
+    vocab = small_text().vocab_size
+    assert 0 <= request.sampling.top_k <= vocab, request.sampling
+    assert all(0 <= token < vocab for token in request.sampling.logit_bias or ())
+
+
 class FakeGenerator:
     """Gives each running sequence one token a step; steps by itself unless `manual`."""
 
@@ -182,6 +191,7 @@ class FakeGenerator:
         if self.refuse is not None:
             raise self.refuse
         for request in requests:
+            _check_bounded(request)
             limit = self.model_context if self.context is None else self.context
             if len(request.prompt) + request.stop.max_tokens > limit:
                 raise ContextTooLong(f"more than {limit} tokens")

@@ -31,6 +31,7 @@ from flexslurm.messages import SamplingParams, SequenceRequest, StopRules
 
 COMPLETION_MAX_TOKENS = 16
 SEED_MODULUS = 2**63
+_ID_DIGITS = 12
 
 Tokens = tuple[int, ...]
 
@@ -241,7 +242,8 @@ def sampling_params(body: GenerationBody, text: TextModel) -> dict[str, Any]:
         for name in SamplingDefaults.__struct_fields__
         for default in (getattr(defaults, name),)
     }
-    chosen["top_k"] = max(0, chosen["top_k"])  # -1 and 0 both mean off
+    # -1 and 0 both mean off, as does more than there are: what goes to the workers is bounded
+    chosen["top_k"] = max(0, min(chosen["top_k"], text.vocab_size))
     if chosen["top_p"] == 0:  # OpenAI allows it: only the best token is left
         chosen["top_k"], chosen["top_p"] = 1, 1.0
     return chosen | {
@@ -265,9 +267,11 @@ def _logit_bias(given: Mapping[str, float] | None, text: TextModel) -> dict[int,
         return None
     bias: dict[int, float] = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdigit()) or int(key[:12]) >= text.vocab_size:
+        short = key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS
+        if not short or int(key) >= text.vocab_size:
             raise InvalidRequest(
-                f"'{key}' is not a token id from 0 to {text.vocab_size - 1}", param="logit_bias"
+                f"'{key[:80]}' is not a token id from 0 to {text.vocab_size - 1}",
+                param="logit_bias",
             )
         bias[int(key)] = value
     return bias

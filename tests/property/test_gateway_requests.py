@@ -42,6 +42,7 @@ scalars = (
     | st.booleans()
     | st.integers(-3, 40)
     | st.integers()
+    | st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**30])
     | st.floats()
     | st.text(max_size=5)
     | st.sampled_from(["auto", "none", "text", MODEL, "json_object", "1", "\ud800", "\x00"])

@@ -346,6 +346,10 @@ async def test_sampling_parameters_reach_the_generator() -> None:
         assert silent.stop.max_tokens == 16
         await g.client.completions.create(model=MODEL, prompt="go")
         assert g.generator.requests[2].sampling.temperature == 1.0
+        await g.client.completions.create(
+            model=MODEL, prompt="go", seed=2**63 - 1, n=2, extra_body={"top_k": 10**30}
+        )
+        assert g.generator.requests[3].sampling.top_k == small_text().vocab_size
 
 
 @in_loop
@@ -407,6 +411,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETION, {"stop_token_ids": [-4]}, "stop_token_ids", "outside"),
     (COMPLETION, {"logit_bias": {"cat": 1}}, "logit_bias", "not a token id"),
     (COMPLETION, {"logit_bias": {"9999999": 1}}, "logit_bias", "not a token id"),
+    (COMPLETION, {"logit_bias": {"0" * 12 + "999999": 1}}, "logit_bias", "not a token id"),
+    (COMPLETION, {"logit_bias": {"0" * 5000 + "1": 1}}, "logit_bias", "not a token id"),
     (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias", "less than or equal"),
     (COMPLETION, {"seed": 2**63}, "seed", "less than"),
     (COMPLETION, {"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
