@@ -152,9 +152,9 @@ class Ranks:
 
     def call(self, name: str, *arguments: Any, timeout_s: float) -> float:
         """Raises what a rank raised, and DeadlineExceeded when one does not answer."""
-        for link in self._links:
+        for one in self._links:
             with contextlib.suppress(BrokenPipeError):  # its end is noticed below
-                link.send((name, arguments))
+                one.send((name, arguments))
         end = time.monotonic() + timeout_s
         answers: list[float] = []
         left: list[Any] = list(self._links)
