@@ -6,13 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flexslurm.engine import faults
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.epoch_groups import EpochGroups
-from flexslurm.engine.families import check_model
+from flexslurm.engine.families import ModelInfo, check_model
+from flexslurm.engine.faults import Point
 from flexslurm.engine.groups import Network
+from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.pipeline import StageRunner
 from flexslurm.engine.rendezvous import HeadStore, Rendezvous
 from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.tenants import Tenant
+from flexslurm.engine.transfers import Transfers
+from flexslurm.engine.weight_pull import PeerFiller, Peers
+from flexslurm.engine.weights import FileSource
 from flexslurm.errors import DeadlineExceeded, StaleEpoch
 from flexslurm.messages import (
     Chunk,
@@ -39,6 +46,7 @@ class Host:
     """The worker's arena of so many bytes; raises CapacityError where it has another size."""
     send: Callable[[Message], None]
     """Never raises: once the link is closed, the process is about to end."""
+    transfers: Transfers
     ended: Callable[[int], None]
     """An epoch holds nothing any more."""
 
@@ -50,6 +58,7 @@ class Installer:
         self._install, self._host, self._stopped = install, host, stopped
         self._shape = install.replica.stages[install.slot.stage]
         self._deadline = time.monotonic() + install.timeout_s
+        self._cancel = host.transfers.enter(install.epoch)
         self._next_progress = 0.0
         self._phase = ""
 
@@ -57,6 +66,7 @@ class Installer:
         """Meet the other workers of the replica, and connect; not for a model that is at fault."""
         check_model(self._install.model)
         self.progress("groups", 0, 0)
+        faults.reach(Point.GROUPS)
         groups.form(HeadStore(self._host.rendezvous, self._install.epoch, self._left_s()))
 
     def load(self, groups: EpochGroups) -> Stage:
@@ -74,9 +84,39 @@ class Installer:
             kv_blocks=shape.kv_blocks,
         )
         group = None if groups.tp is None else groups.tp.handle
-        return build_stage(
-            plan, self._host.arena(install.arena_bytes), group, progress=self.progress
+        arena = self._host.arena(install.arena_bytes)
+        info = check_model(install.model)
+        with FileSource(info) as files:
+            filler = PeerFiller(
+                files, arena, self._peers(info), self._host.transfers.fetcher, self._cancel
+            )
+            stage = build_stage(plan, arena, group, progress=self.progress, filler=filler)
+        layers = shape.lo, shape.hi
+        self._host.transfers.open(Tenant(install.epoch, arena, stage.store, layers, stage.heads))
+        return stage
+
+    def _peers(self, info: ModelInfo) -> Peers:
+        install = self._install
+        stage, rank = install.slot.stage, install.slot.tp_rank
+        return Peers(
+            shards=ShardMap(info, install.dtype, install.block_tokens),
+            need=Holding.of_slot(install.replica, stage, rank),
+            worker=self._host.worker,
+            node=self._node(),
+            holders=install.holders,
+            rate_bytes_per_s=install.rate_bytes_per_s,
+            deadline=self._deadline,
         )
+
+    def _node(self) -> str:
+        """The name of our node, if anybody there has weights: else nobody is near."""
+        here = next(p.address for p in self._install.peers if p.worker == self._host.worker)
+        near = (
+            holder.node
+            for holder in self._install.holders
+            if holder.worker == self._host.worker or holder.address == here
+        )
+        return next(near, "")
 
     def probe(self, runner: StageRunner) -> None:
         """Send two tokens through all stages, once all have been loaded."""

@@ -57,7 +57,7 @@ class Stage:
 
     def __init__(
         self, plan: StagePlan, info: ModelInfo, arena: Arena, engine: Any, spec: ShardSpec,
-        store: KvStore, kept_bytes: int,
+        store: KvStore, kept_bytes: int, moved_bytes: int,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.info = info
@@ -74,6 +74,8 @@ class Stage:
         """What its pages take when every block is in use."""
         self.kept_bytes = kept_bytes
         """Of the weights, what was on this GPU already."""
+        self.moved_bytes = moved_bytes
+        """Of the weights, what came from other workers."""
         self._arena = arena
         self._engine = engine
 
@@ -101,6 +103,11 @@ class Stage:
             step = AttentionStep(self.store, batch)
             found: torch.Tensor = self._engine(batch, hidden, step)
             return found.contiguous()
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """This rank's KV heads `[first, last)`, the model's own numbers."""
+        return self.spec.kv_heads(self.info.head_dim)
 
     def free(self, blocks: Sequence[int]) -> None:
         """These blocks hold nothing any more."""
@@ -185,12 +192,13 @@ def _build(
         store = KvStore(shape, dtype, arena)
         needs = [Need(p, spec.tp_rank, dtype, v) for p, v in views if v.fresh]
         with _own_stream(arena.device):
-            filler.fill(arena.weights, needs, progress)
+            filled = filler.fill(arena.weights, needs, progress)
         _put(model, spec, arena, views, dtype)
         fresh_rotary(model, arena.device)
         kept = sum(view.piece.nbytes for _, view in views if not view.fresh)
         built = True
-        return Stage(plan, info, arena, engine, spec, store, kept)
+        kept += filled.copied_bytes
+        return Stage(plan, info, arena, engine, spec, store, kept, filled.moved_bytes)
     finally:
         if not built:
             _let_go(arena, plan.epoch, store)

@@ -89,6 +89,7 @@ class Tenancy:
         is dead or hangs.
         """
         self._stop.set()
+        self._host.transfers.cut(self.epoch)
         self._host.rendezvous.cancel(self.epoch, "it was retired")
         with contextlib.suppress(queue.Full):  # then the thread does not wait for steps
             self._steps.put_nowait(None)
@@ -160,6 +161,7 @@ class Tenancy:
             kv_blocks=stage.plan.kv_blocks,
             load_s=loaded - formed,
             groups_s=formed - began,
+            moved_bytes=stage.moved_bytes,
             kept_bytes=stage.kept_bytes,
         )
 
@@ -231,6 +233,8 @@ class Tenancy:
     def _tear_down(self) -> None:
         self.phase = Phase.RETIRED
         self._runner = None
+        if not self._host.transfers.close(self.epoch, _CLOSE_S):
+            log.error("epoch %d: still moved after %g s", self.epoch, _CLOSE_S)
         stage, self._stage = self._stage, None
         if stage is not None:
             stage.close()

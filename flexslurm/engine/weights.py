@@ -49,6 +49,16 @@ class Need:
         return stored.t() if self.part.transposed else stored
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Where the bytes of newly taken weights came from, files left out."""
+
+    copied_bytes: int = 0
+    """From elsewhere on this GPU."""
+    moved_bytes: int = 0
+    """From other workers."""
+
+
 class WeightFiller(Protocol):
     """Where the slices of a shard come from."""
 
@@ -56,7 +66,9 @@ class WeightFiller(Protocol):
         """Raise ModelError if anything the spec asks for is not there; reads no weights."""
         ...
 
-    def fill(self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None) -> None:
+    def fill(
+        self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None
+    ) -> Filled:
         """Fill the views, and say so to the store.
 
         Raises ModelError where files are at fault, and whatever `progress` raises.
@@ -84,7 +96,9 @@ class FileSource:
         for part in spec.parts:
             self._locate(part)
 
-    def fill(self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None) -> None:
+    def fill(
+        self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None
+    ) -> Filled:
         total = sum(need.piece.nbytes for need in needs)
         done = 0
         for need in needs:
@@ -96,6 +110,7 @@ class FileSource:
                     if progress is not None:
                         progress("weights", done, total)
             weights.filled(need.view)
+        return Filled()
 
     def read(self, part: Part, dim: int, lo: int, hi: int, out: torch.Tensor) -> Iterator[int]:
         """Copy `[lo, hi)` along `dim` of a tensor into `out` (any strides and dtype).

@@ -26,8 +26,11 @@ from flexslurm.engine.install import Host
 from flexslurm.engine.nursery_server import WorkerSpec
 from flexslurm.engine.rendezvous import Rendezvous
 from flexslurm.engine.tenancy import Order, Tenancy
+from flexslurm.engine.transfer_wire import data_key
+from flexslurm.engine.transfers import Transfers
 from flexslurm.errors import (
     CapacityError,
+    DeadlineExceeded,
     EnvironmentFault,
     FlexslurmError,
     ProtocolError,
@@ -38,12 +41,15 @@ from flexslurm.messages import (
     FreeBlocks,
     Install,
     Message,
+    ParkKv,
+    PullKv,
     Refused,
     RendezvousValue,
     Retire,
     Retired,
     Step,
     ToWorker,
+    UnparkKv,
     WorkerBeat,
     WorkerExit,
     WorkerHello,
@@ -57,6 +63,9 @@ log = logging.getLogger(__name__)
 _HELLO_EVERY_S = 0.5
 _WELCOME_WITHIN_S = 60.0
 _RETIRE_WITHIN_S = 20.0
+_TIDY_CPU_BYTES, _TIDY_CUDA_BYTES = 2 << 20, 64 << 20
+"""What moves in a millisecond or two, the time for which steps are held off."""
+_TIDY_PAUSE_S = 0.01
 
 
 class Exit(IntEnum):
@@ -83,16 +92,19 @@ class Worker:
         self._exit: Exit | None = None
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._rendezvous = Rendezvous(self._send)
+        keys = load_keys(Path(spec.keys))
+        self._transfers = Transfers(incarnation, spec.address, data_key(keys), self._send)
         self._host = Host(
             worker=incarnation,
             network=Network(self._device, spec.address),
             rendezvous=self._rendezvous,
             arena=self._arena_of,
             send=self._send,
+            transfers=self._transfers,
             ended=self._ended,
         )
         self._link: HeadLink[Message] = HeadLink(
-            spec.endpoint, load_keys(Path(spec.keys)), incarnation, ToWorker, self._take
+            spec.endpoint, keys, incarnation, ToWorker, self._take
         )
 
     def run(self, lifeline: int) -> Exit:
@@ -127,6 +139,7 @@ class Worker:
             gpu=self._spec.gpu,
             pid=os.getpid(),
             device=self._device_name(),
+            data_port=self._transfers.port,
         )
 
     def _device_name(self) -> str:
@@ -164,6 +177,12 @@ class Worker:
                 self._welcomed(message)
             case Install():
                 self._install(message)
+            case PullKv():
+                self._transfers.pull(message)
+            case ParkKv():
+                self._transfers.park(message)
+            case UnparkKv():
+                self._transfers.unpark(message)
             case Retire():
                 self._retire(message.epoch)
             case Refused(reason=reason):
@@ -222,10 +241,21 @@ class Worker:
         log.info("epoch %d: retiring (%s)", tenancy.epoch, tenancy.phase)
         if tenancy.retire(_RETIRE_WITHIN_S):
             self._send(Retired(worker=self._incarnation, epoch=tenancy.epoch))
+            self._tidy()
         else:
             log.error("epoch %d does not end: ending the process", tenancy.epoch)
             faulthandler.dump_traceback(sys.stderr)
             self._end(Exit.STUCK)
+
+    def _tidy(self) -> None:
+        """Slide weights together, a little at a time: steps go on in between."""
+        arena = self._arena
+        most = _TIDY_CPU_BYTES if self._device.type == "cpu" else _TIDY_CUDA_BYTES
+        try:
+            while arena is not None and self._exit is None and arena.tidy(most):
+                time.sleep(_TIDY_PAUSE_S)
+        except DeadlineExceeded as error:
+            log.info("the arena is not tidied: %s", error.message)
 
     # ------------------------------------------------------------------ on an epoch's thread
 

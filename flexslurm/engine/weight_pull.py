@@ -1,0 +1,267 @@
+"""Fills new weights from whoever has them: this GPU, other workers, the checkpoint, in that order.
+
+Who gives what is `reshard.weight_moves`, the same function with which the head plans. A worker that
+fails in the middle is asked no more: what is still missing is planned again without it. What is
+left in the end is read from the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from flexslurm.engine import faults
+from flexslurm.engine.arena import Arena
+from flexslurm.engine.faults import Point
+from flexslurm.engine.ownership import Holding, ShardMap
+from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, weight_moves
+from flexslurm.engine.shard import ShardSpec
+from flexslurm.engine.spans import Spans
+from flexslurm.engine.transfer_client import Cancel, Fetched, Fetcher, Job
+from flexslurm.engine.transfer_wire import AskWeights, PieceRange, Ranges
+from flexslurm.engine.weight_runs import WeightSink
+from flexslurm.engine.weight_store import WeightStore
+from flexslurm.engine.weights import FileSource, Filled, Need, Progress
+from flexslurm.messages import WeightHolder
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_LOCAL = (Link.HELD, Link.GPU)
+_PEERS = (Link.NODE, Link.NETWORK)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Who may be asked, and who asks."""
+
+    shards: ShardMap
+    need: Holding
+    worker: str
+    node: str
+    holders: tuple[WeightHolder, ...]
+    rate_bytes_per_s: float
+    deadline: float
+    """Of time.monotonic()."""
+
+    def moves(self, gone: frozenset[str] = frozenset()) -> tuple[WeightMove, ...]:
+        return weight_moves(self.shards, self.need, self.worker, self.node, self.holders, gone)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A piece that is being filled."""
+
+    need: Need
+    raw: torch.Tensor
+    left: Spans
+    """Indices along the piece's dim that are missing."""
+
+    def place(self, lo: int, hi: int) -> torch.Tensor:
+        """The bytes of a part."""
+        start, stop = self.need.view.segment.offsets(lo, hi)
+        first, _ = self.need.view.segment.offsets(self.need.piece.lo, self.need.piece.hi)
+        return self.raw[start - first : stop - first]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Bytes that are there, counted by several threads and told by one."""
+
+    total: int
+    progress: Progress | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: int = 0
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+
+    def tell(self) -> None:
+        if self.progress is not None:
+            self.progress("weights", min(self.done, self.total), self.total)
+
+
+class PeerFiller:
+    """A `WeightFiller` for one install."""
+
+    def __init__(
+        self, files: FileSource, arena: Arena, peers: Peers, fetcher: Fetcher, cancel: Cancel
+    ) -> None:
+        self._files, self._arena, self._peers = files, arena, peers
+        self._fetcher, self._cancel = fetcher, cancel
+        self._copied = self._moved = 0
+
+    def check(self, spec: ShardSpec) -> None:
+        self._files.check(spec)
+
+    def fill(
+        self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None
+    ) -> Filled:
+        """Raises ModelError where files are at fault, and what `progress` raises."""
+        faults.reach(Point.WEIGHTS)
+        tally = _Tally(sum(need.piece.nbytes for need in needs), progress)
+        with ExitStack() as stack:
+            todo = {
+                (need.piece.tensor, need.piece.dim): _Open(
+                    need,
+                    stack.enter_context(weights.filling(need.view)),
+                    Spans([(need.piece.lo, need.piece.hi)]),
+                )
+                for need in needs
+            }
+            self._from_here(weights, todo, tally)
+            self._from_peers(todo, tally)
+            self._from_files(todo, tally)
+        for need in needs:
+            weights.filled(need.view)
+        return Filled(copied_bytes=self._copied, moved_bytes=self._moved)
+
+    # ----------------------------------------------------------------------- on this GPU
+
+    def _from_here(
+        self, weights: WeightStore, todo: dict[tuple[str, int], _Open], tally: _Tally
+    ) -> None:
+        for move in self._peers.moves() if todo else ():
+            one = todo.get((move.tensor, move.dim))
+            if one is None or move.link not in _LOCAL:
+                continue
+            model = weights.model_of(one.need.view.owner)
+            assert model is not None
+            with weights.lending(model, move.tensor, move.dim, move.lo, move.hi) as found:
+                if found is None:
+                    continue  # the head's picture of us was not right
+                segment, data = found
+                if segment.dim == move.dim:
+                    start, stop = segment.offsets(move.lo, move.hi)
+                    one.place(move.lo, move.hi).copy_(data[start:stop])
+                else:
+                    whole = data.view(one.need.dtype).view(segment.hi - segment.lo, -1)
+                    part = whole[:, move.lo : move.hi].t()
+                    one.place(move.lo, move.hi).view(one.need.dtype).view(part.shape).copy_(part)
+            one.left.remove(move.lo, move.hi)
+            self._copied += move.nbytes
+            tally.add(move.nbytes)
+            tally.tell()
+
+    # -------------------------------------------------------------------- from other workers
+
+    def _from_peers(self, todo: dict[tuple[str, int], _Open], tally: _Tally) -> None:
+        gone = {holder.worker for holder in self._peers.holders if not holder.data_port}
+        plan = self._asks(self._peers.moves(frozenset(gone)), todo)
+        while plan and not self._cancel.is_set:
+            results = self._fetch_all(plan, todo, tally)
+            tally.tell()
+            failed: set[str] = set()
+            for source, found in results.items():
+                if found.left or found.missing:
+                    failed.add(self._peers.holders[source].worker)
+                    log.warning(
+                        "weights from %s: %s", self._peers.holders[source].worker,
+                        found.reason or "some are not there",
+                    )  # fmt: skip
+            if not failed:
+                return
+            gone |= {*failed, self._peers.worker}
+            plan = self._asks(self._peers.moves(frozenset(gone)), todo)
+
+    def _asks(
+        self, moves: Sequence[WeightMove], todo: dict[tuple[str, int], _Open]
+    ) -> dict[int, list[PieceRange]]:
+        """What of the moves is still missing, by the holder that gives it."""
+        found: dict[int, list[PieceRange]] = {}
+        for move in moves:
+            one = todo.get((move.tensor, move.dim))
+            if one is None or move.link not in _PEERS or move.source == CHECKPOINT:
+                continue
+            unit = one.need.piece.unit_bytes
+            found.setdefault(move.source, []).extend(
+                PieceRange(move.tensor, move.dim, lo, hi, (hi - lo) * unit)
+                for lo, hi in one.left.meet(move.lo, move.hi)
+            )
+        return {source: pieces for source, pieces in found.items() if pieces}
+
+    def _fetch_all(
+        self, plan: dict[int, list[PieceRange]], todo: dict[tuple[str, int], _Open], tally: _Tally
+    ) -> dict[int, Fetched]:
+        """From all sources side by side; raises what `progress` does, when all have ended."""
+        results: dict[int, Fetched] = {}
+
+        def fetch(source: int, pieces: list[PieceRange]) -> None:
+            results[source] = self._fetch(source, pieces, todo, tally)
+
+        threads = [
+            threading.Thread(target=fetch, args=item, name="weights-receiver", daemon=True)
+            for item in plan.items()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_S)
+                    tally.tell()
+        except BaseException:
+            self._cancel.cut()
+            for thread in threads:
+                thread.join()  # they write to memory that is about to be given back
+            raise
+        for source, pieces in plan.items():
+            self._account(pieces, results.get(source), todo)
+        return results
+
+    def _fetch(
+        self, source: int, pieces: list[PieceRange], todo: dict[tuple[str, int], _Open],
+        tally: _Tally,
+    ) -> Fetched:  # fmt: skip
+        holder = self._peers.holders[source]
+        opened = [todo[piece.tensor, piece.dim] for piece in pieces]
+        first = self._arena.data.data_ptr()
+        places = [
+            one.place(piece.lo, piece.hi).data_ptr() - first
+            for one, piece in zip(opened, pieces, strict=True)
+        ]
+
+        def ask(spans: Ranges) -> AskWeights:
+            return AskWeights(
+                epoch=holder.epoch,
+                item_bytes=opened[0].need.dtype.itemsize,
+                pieces=tuple(pieces),
+                spans=spans,
+                rate_bytes_per_s=self._peers.rate_bytes_per_s,
+            )
+
+        sink = WeightSink(self._arena, pieces, places)
+        address = holder.address, holder.data_port
+        deadline = max(self._peers.deadline, time.monotonic())
+        return self._fetcher.fetch(Job(address, ask, sink, deadline, self._cancel, tally.add))
+
+    def _account(
+        self, pieces: list[PieceRange], found: Fetched | None, todo: dict[tuple[str, int], _Open]
+    ) -> None:
+        """A range counts when all of it has come."""
+        if found is None:
+            return
+        self._moved += found.moved_bytes
+        at = 0
+        for number, piece in enumerate(pieces):
+            whole = not found.left.meet(at, at + piece.nbytes) and number not in found.missing
+            if whole:
+                todo[piece.tensor, piece.dim].left.remove(piece.lo, piece.hi)
+            at += piece.nbytes
+
+    # ------------------------------------------------------------------------- from files
+
+    def _from_files(self, todo: dict[tuple[str, int], _Open], tally: _Tally) -> None:
+        for one in todo.values():
+            for lo, hi in one.left:
+                out = one.need.shaped(one.raw, lo, hi)
+                for nbytes in self._files.read(one.need.part, one.need.piece.dim, lo, hi, out):
+                    tally.add(nbytes)
+                    tally.tell()
