@@ -35,6 +35,8 @@ class EngineHead:
         self.welcome = WorkerWelcome(head="head-1", beat_s=beat_s, lost_s=lost_s)
         self.heard: list[tuple[float, str, Message]] = []
         self.beats: dict[str, float] = {}
+        self.used: dict[str, int] = {}
+        """The arena's figure by each worker's last beat."""
         self.stale = 0
         self.answering = True
         self._board = RendezvousBoard()
@@ -69,6 +71,7 @@ class EngineHead:
         with self._news:
             if isinstance(message, WorkerBeat):
                 self.beats[sender] = time.monotonic()
+                self.used[sender] = message.arena_used_bytes
             else:
                 self.heard.append((time.monotonic(), sender, message))
             self._news.notify_all()

@@ -27,6 +27,7 @@ from flexslurm.messages import (
     Retired,
     Step,
     StepDone,
+    WeightHolder,
     WorkerHello,
 )
 from tests.cluster.engine_head import EngineHead
@@ -49,13 +50,14 @@ class Node:
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 100.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def spawn(self, head: EngineHead, gpu: int) -> Started:
+    def spawn(self, head: EngineHead, gpu: int, env: dict[str, str] | None = None) -> Started:
         spec = WorkerSpec(
             gpu=gpu,
             endpoint=head.endpoint,
             keys=str(head.keys_path),
             agent="agent-1",
             address="127.0.0.1",
+            env=env or {},
         )
         return self.run(self.nursery.spawn(spec))
 
@@ -113,14 +115,21 @@ class World:
         self.node = node
         self.head = EngineHead(folder, **head)
         self.started: list[Started] = []
+        self.data_ports: dict[str, int] = {}
 
     def workers(self, count: int) -> tuple[str, ...]:
         """Start until there are so many; returns their incarnations."""
         while len(self.started) < count:
-            started = self.node.spawn(self.head, len(self.started))
-            self.started.append(started)
-            self.head.wait(WorkerHello, lambda s, _, w=started.worker: s == w)  # type: ignore[misc]
+            self.start()
         return tuple(started.worker for started in self.started[:count])
+
+    def start(self, **env: str) -> str:
+        """Start one more, with variables in its environment; returns its incarnation."""
+        started = self.node.spawn(self.head, len(self.started), env)
+        self.started.append(started)
+        _, hello = self.head.wait(WorkerHello, lambda s, _: s == started.worker)
+        self.data_ports[started.worker] = hello.data_port
+        return started.worker
 
     def pid(self, worker: str) -> int:
         return next(started.pid for started in self.started if started.worker == worker)
@@ -132,6 +141,7 @@ class World:
         self, epoch: int, model: Path | str, replica: Replica, workers: Sequence[str],
         *, pacing: Pacing | None = None, timeout_s: float = 60.0, skip: Sequence[str] = (),
         arena_bytes: int = ARENA_BYTES, dtype: str = "float64",
+        holders: Sequence[WeightHolder] = (), rate_bytes_per_s: float = 0.0,
     ) -> Placed:  # fmt: skip
         self.head.open(epoch)
         slots = [Slot(0, s, t) for s, stage in enumerate(replica.stages) for t in range(stage.tp)]
@@ -146,7 +156,8 @@ class World:
                 Install(
                     epoch=epoch, model=str(model), dtype=dtype, block_tokens=BLOCK_TOKENS,
                     slot=peer.slot, replica=replica, peers=peers, arena_bytes=arena_bytes,
-                    timeout_s=timeout_s, pacing=pacing,
+                    timeout_s=timeout_s, pacing=pacing, holders=tuple(holders),
+                    rate_bytes_per_s=rate_bytes_per_s,
                 ),
             )  # fmt: skip
         return Placed(epoch, replica, tuple(workers))
