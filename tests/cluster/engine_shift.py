@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from engine_harness import Line
 
 from flexslurm.engine.families import check_model
 from flexslurm.engine.kv_moves import KvPull, kv_pulls
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.gear import Replica
-from flexslurm.messages import Installed, KvParked, KvPulled, ParkKv, PullKv
+from flexslurm.messages import Installed, KvParked, KvPulled, ParkKv
 from tests.cluster.engine_world import BLOCK_TOKENS, KV_BLOCKS, Placed, World
 
 
@@ -74,14 +75,16 @@ class Shifter:
         return found
 
     def send_pulls(
-        self, old: Placed, new: Placed, pairs: Sequence[tuple[int, int]], **more: object
-    ) -> list[KvPull]:
+        self, old: Placed, new: Placed, pairs: Sequence[tuple[int, int]],
+        directory: str | None = None, **more: object,
+    ) -> list[KvPull]:  # fmt: skip
         pulls = kv_pulls(
             self.shards, self.at(old), self.at(new), pairs, first_ticket=self.ticket, **more
         )  # type: ignore[arg-type]
         self.ticket += len(pulls)
         for pull in pulls:
-            self.world.head.send(pull.to, pull.message)
+            order = msgspec.structs.replace(pull.message, directory=directory)
+            self.world.head.send(pull.to, order)
         return list(pulls)
 
     def pulled(self, pulls: Sequence[KvPull], timeout_s: float = 30.0) -> list[KvPulled]:
@@ -157,10 +160,3 @@ class Shifter:
         for worker, holding in zip(placed.workers, replica.holdings, strict=True):
             pages = blocks * self.shards.block_bytes(holding)
             self.used(worker, self.shards.weights_bytes(holding) + pages)
-
-
-def redirected(order: PullKv, **changes: object) -> PullKv:
-    """The order with other fields."""
-    import msgspec
-
-    return msgspec.structs.replace(order, **changes)

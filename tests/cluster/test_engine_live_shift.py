@@ -98,3 +98,226 @@ def test_lines_live_through_a_walk_of_gears(
         shifter.used(worker, 0)
     assert world.head.count(StepFailed) == world.head.count(InstallFailed) == 0
     assert shifter.moved > 0
+
+
+def moved_bytes_of(shifter: Shifter, placed: Placed) -> int:
+    return sum(p.nbytes for h in shifter.at(placed).holdings for p in shifter.shards.pieces(h))
+
+
+def one_after_another(
+    world: World, shifter: Shifter, old_faults: str = "", tokens: int = 5
+) -> tuple[Placed, Placed]:
+    """The model on one worker with faults, and then beside it on another."""
+    names = [world.start(FLEXSLURM_FAULTS=old_faults), world.start()]
+    old = shifter.begin(None, 1, replica_of([6], [1]), names[:1])
+    shifter.installed(old)
+    shifter.drive(old, tokens)
+    new = shifter.begin(old, 2, replica_of([6], [1]), names[1:])
+    return old, new
+
+
+def test_a_broken_connection_is_resumed(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    old, new = one_after_another(world, shifter, "transfer.chunk:2:raise, transfer.chunk:9:raise")
+    (answer,) = shifter.installed(new)
+    assert answer.moved_bytes == moved_bytes_of(shifter, new)
+    assert shifter.carry(old, new, rounds=3) == {}
+    world.retire(old)
+    assert world.drive(new, shifter.lines) == greedy
+    assert "injected" not in world.log(new.workers[0])
+    assert world.log(new.workers[0]).count("closed the connection") == 2
+
+
+def test_a_wrong_checksum_is_asked_for_again(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    old, new = one_after_another(
+        world, shifter, "transfer.corrupt:1:spoil, transfer.corrupt:7:spoil"
+    )
+    shifter.installed(new)
+    assert shifter.carry(old, new, rounds=3) == {}
+    world.retire(old)
+    assert world.drive(new, shifter.lines) == greedy
+    assert world.log(new.workers[0]).count("wrong checksum") == 2
+
+
+def test_a_source_that_always_sends_wrong_is_given_up(world: World, tiny_model: Path) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    old, new = one_after_another(world, shifter, "transfer.corrupt:1+:spoil")
+    (answer,) = shifter.installed(new)
+    assert (answer.moved_bytes, answer.kept_bytes) == (0, 0), "all of it came from the files"
+    blocks = shifter.held()
+    pulls = shifter.send_pulls(old, new, [(b, b) for b in blocks])
+    (failed,) = shifter.pulled(pulls)
+    assert set(failed.failed) == set(blocks)
+    assert "wrong checksum" in failed.reason
+    world.retire(old)
+    world.retire(new)
+
+
+def test_a_source_that_dies_in_the_middle_of_a_pull(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    """What had come counts; the rest is recomputed from tokens."""
+    shifter = Shifter(world, tiny_model, lines())
+    names = [world.start(FLEXSLURM_FAULTS="transfer.chunk:3:exit"), world.start()]
+    old = shifter.begin(None, 1, replica_of([6], [1]), names[:1])
+    new = shifter.begin(None, 2, replica_of([6], [1]), names[1:])
+    shifter.installed(old)
+    shifter.installed(new)
+    shifter.drive(old, 20)
+    blocks = shifter.new_blocks(3)
+    pairs = [
+        pair for line in shifter.lines for pair in zip(line.blocks, blocks[line.name], strict=True)
+    ][: len(shifter.held())]
+    full = {line.name: line.stored // BLOCK_TOKENS for line in shifter.lines}
+    pairs = [
+        pair
+        for line in shifter.lines
+        for pair in list(zip(line.blocks, blocks[line.name], strict=True))[: full[line.name]]
+    ]
+    # So slow that a chunk is a part of it.
+    (answer,) = shifter.pulled(shifter.send_pulls(old, new, pairs, rate_bytes_per_s=1e6))
+    assert (
+        0
+        < answer.moved_bytes
+        < len(pairs) * shifter.shards.block_bytes(shifter.at(new).holdings[0])
+    )
+    lost = set(answer.failed)
+    assert 0 < len(lost) < len(pairs)
+    for line in shifter.lines:
+        line.blocks = blocks[line.name]
+        own = line.blocks[: full[line.name]]
+        whole = next((n for n, block in enumerate(own) if block in lost), len(own))
+        line.stored = whole * BLOCK_TOKENS
+    assert world.node.wait_ended(old.workers[0]).exit_code == 66
+    assert any(line.stored for line in shifter.lines)
+    assert world.drive(new, shifter.lines) == greedy
+    world.retire(new)
+    shifter.used(new.workers[0], 0)
+
+
+def test_weights_of_a_peer_that_dies_come_from_the_others_and_the_files(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    names = [world.start(FLEXSLURM_FAULTS="transfer.chunk:1:exit"), *world.workers(3)[1:]]
+    old = shifter.begin(None, 1, replica_of([4, 2], [1, 1]), names[:2])
+    shifter.installed(old)
+    new = shifter.begin(old, 2, replica_of([6], [1]), names[2:])
+    (answer,) = shifter.installed(new)
+    second = shifter.at(old).holdings[1]
+    assert answer.moved_bytes == sum(p.nbytes for p in shifter.shards.pieces(second))
+    assert world.drive(new, shifter.lines) == greedy
+    world.retire(new)
+
+
+def test_an_install_that_dies_leaves_the_old_epoch_serving(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    names = [*world.workers(1), world.start(FLEXSLURM_FAULTS="install.weights:1:raise")]
+    old = shifter.begin(None, 1, replica_of([6], [1]), names[:1])
+    shifter.installed(old)
+    shifter.drive(old, 4)
+    new = shifter.begin(old, 2, replica_of([6], [2]), names)
+    _, failed = world.head.wait(InstallFailed, lambda s, m: s == names[1] and m.epoch == 2)
+    assert "injected at install.weights" in failed.reason
+    world.retire(new)
+    shifter.check_memory(old)
+    assert world.drive(old, shifter.lines) == greedy
+    world.retire(old)
+    shifter.used(names[0], 0)
+
+
+def test_shared_blocks_are_not_written_by_two(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    """Both epochs go on from the same partial blocks on the same GPUs: an abort after the pull."""
+    shifter = Shifter(world, tiny_model, lines())
+    names = world.workers(2)
+    old = shifter.begin(None, 1, replica_of([3, 3], [1, 1]), names)
+    shifter.installed(old)
+    shifter.drive(old, 6)
+    new = shifter.begin(old, 2, replica_of([2, 4], [1, 1]), names)
+    shifter.installed(new)
+    assert any(line.stored % BLOCK_TOKENS for line in shifter.lines)
+    before = [(line.blocks, line.stored, list(line.answer)) for line in shifter.lines]
+    assert shifter.carry(old, new, rounds=0) == {}
+    assert shifter.moved == len(shifter.held()) * shifter.shards.page_bytes * 3, "one layer moves"
+    shifter.drive(new, 5)
+    ahead = [list(line.answer) for line in shifter.lines]
+    for line, (blocks, stored, answer) in zip(shifter.lines, before, strict=True):
+        line.blocks, line.stored, line.answer = blocks, stored, answer
+    world.retire(new)
+    shifter.check_memory(old)
+    shifter.drive(old, 5)
+    assert [line.answer for line in shifter.lines] == ahead
+    assert world.drive(old, shifter.lines) == greedy
+    world.retire(old)
+
+
+def test_retiring_calls_a_pull_back(world: World, tiny_model: Path) -> None:
+    shifter = Shifter(world, tiny_model, lines())
+    old, new = one_after_another(world, shifter)
+    shifter.installed(new)
+    shifter.send_pulls(old, new, [(b, b) for b in shifter.held()], rate_bytes_per_s=20e3)
+    assert world.retire(new) < 2.0
+    shifter.used(new.workers[0], 0)
+    shifter.check_memory(old)
+    again = shifter.begin(old, 3, replica_of([6], [1]), new.workers)
+    shifter.installed(again)
+    shifter.send_pulls(old, again, [(b, b) for b in shifter.held()], rate_bytes_per_s=20e3)
+    assert world.retire(old) < 2.0, "sending for seconds yet"
+    shifter.used(old.workers[0], 0)
+    world.retire(again)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_parked_blocks_come_back(
+    world: World, tiny_model: Path, greedy: list[list[int]], on_disk: bool, tmp_path: Path
+) -> None:
+    """Both gears do not fit: park, retire, install, pull back; or all GPUs go and others come."""
+    shifter = Shifter(world, tiny_model, lines())
+    names = world.workers(2)
+    old = shifter.begin(None, 1, replica_of([2, 4], [1, 1]), names)
+    shifter.installed(old)
+    shifter.drive(old, 9)
+    place = {"directory": str(tmp_path / "parked")} if on_disk else {}
+    blocks = shifter.held()
+    for worker, holding in zip(names, shifter.at(old).holdings, strict=True):
+        half = len(blocks) // 2
+        for part in (blocks[:half], [*blocks[half:], 63]):
+            answer = shifter.park(old, worker, part, **place)
+            assert set(answer.failed) == {63} - set(blocks) & set(part)
+            size = shifter.shards.block_bytes(holding)
+            assert answer.parked_bytes == (len(part) - len(answer.failed)) * size
+    world.retire(old)
+    for worker in names:
+        shifter.used(worker, 0)
+    if on_disk:
+        for worker in names:
+            world.kill(worker)
+        names = [world.start(), world.start()]
+    new = shifter.begin(None, 2, replica_of([6], [2]), names)
+    shifter.installed(new)
+    fresh = shifter.new_blocks(4)
+    pairs = [p for line in shifter.lines for p in zip(line.blocks, fresh[line.name], strict=True)]
+    pairs = [pair for pair in pairs if pair[0] in blocks]
+    pulls = shifter.send_pulls(old, new, pairs, **place)
+    assert not any(answer.failed for answer in shifter.pulled(pulls))
+    for line in shifter.lines:
+        line.blocks = fresh[line.name]
+    if not on_disk:
+        world.head.send(names, UnparkKv(epoch=1))
+        again = shifter.send_pulls(old, new, pairs[:1])
+        assert all(answer.failed for answer in shifter.pulled(again))
+        line = next(line for line in shifter.lines if pairs[0][1] in line.blocks)
+        line.stored = 0
+    shifter.drive(new, 4)
+    shifter.check_memory(new)
+    assert world.drive(new, shifter.lines) == greedy
+    world.retire(new)
