@@ -76,21 +76,22 @@ def generate(
     for turn in range(ROUNDS):
         relaxed = Programme(list(found.values()), shapes).relax(signature)
         prices = fill_prices(relaxed, pricer.kinds, shapes)
-        priced = pricer.price(prices, TOLERANCE)
-        if np.isfinite(priced.excess):
-            slack = 1 + max(priced.excess, TOLERANCE)
-            bound = Bound({s: price * slack for s, price in _nodes(prices, shapes).items()})
-            if best is None or bound.of(signature) < best.of(signature):
-                best = bound
-        progress(
-            f"round {turn + 1}: {relaxed.tokens_per_s:,.0f} tokens/s, "
-            f"no more than {best.of(signature) if best else float('inf'):,.0f}"
-        )
-        fresh = [need for need in priced.needs if need not in found]
+        fresh = [need for need in pricer.glance(prices, TOLERANCE) if need not in found]
+        if not fresh:
+            priced = pricer.price(prices, TOLERANCE)
+            fresh = [need for need in priced.needs if need not in found]
+            if np.isfinite(priced.excess):
+                slack = 1 + max(priced.excess, TOLERANCE)
+                bound = Bound({s: price * slack for s, price in _nodes(prices, shapes).items()})
+                if best is None or bound.of(signature) < best.of(signature):
+                    best = bound
+        most = best.of(signature) if best else float("inf")
+        progress(f"round {turn + 1}: {relaxed.tokens_per_s:,.0f} tokens/s of at most {most:,.0f}")
         if not fresh:
             break
         found.update((c.need, c) for c in value_needs(problem, fresh, pricer.tier))
-    assert best is not None
+    if best is None:
+        best = Bound(dict.fromkeys(shapes, float("inf")))
     return list(found.values()), best
 
 

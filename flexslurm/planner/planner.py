@@ -26,9 +26,9 @@ from flexslurm.planner.profiles import Profile
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Objective, Slo
 
-MAX_DEPTH = 8
+MAX_DEPTH = 16
 """Stages of a pipeline that are looked at, where the weakest GPU type does not need more."""
-MOST_CELLS = 240_000
+MOST_CELLS = 600_000
 """Multisets that are listed, times stage kinds."""
 GAP = 0.004
 """Plans that are not exact are proved to be within this share of the best."""
@@ -172,7 +172,7 @@ class Solver:
         most = most_multisets(problem, pool)
         found = multisets(problem, pool, self.depth, most)
         if not found.complete:
-            found = multisets(problem, pool, self.depth, most // 8)
+            found = multisets(problem, pool, self.depth, most // 20)
         self.complete = found.complete
         self._columns = {c.need: c for c in columns(problem, found, tier)}
         self._bounds: list[Bound] = []

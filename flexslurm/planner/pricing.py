@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flexslurm.planner.problem import Floats, Ints, Need, Problem, StageKind, Tier
 
@@ -51,13 +52,18 @@ class Pricer:
             if not self.tier.context:
                 return
 
-    def price(self, prices: Mapping[StageKind, float], tolerance: float) -> Priced:
-        """Pipelines worth more than their price; those within `tolerance` of it count as not.
+    def glance(self, prices: Mapping[StageKind, float], tolerance: float) -> list[Need]:
+        """Some pipelines worth more than their price by more than `tolerance`; it may miss others.
 
         Kinds without a price are not to be had.
         """
-        which = [i for i, kind in enumerate(self.kinds) if kind in prices]
-        cost = np.array([prices[self.kinds[i]] for i in which])
+        which, cost = self._costs(prices)
+        found = (grid.glance(which, cost, tolerance) for grid in self.grids)
+        return list(dict.fromkeys(need for needs in found for need in needs))
+
+    def price(self, prices: Mapping[StageKind, float], tolerance: float) -> Priced:
+        """Pipelines worth more than their price; those within `tolerance` of it count as not."""
+        which, cost = self._costs(prices)
         needs: dict[Need, None] = {}
         excess = 0.0
         for grid in self.grids:
@@ -65,6 +71,10 @@ class Pricer:
             excess = max(excess, most)
             needs.update(dict.fromkeys(found))
         return Priced(list(needs), excess)
+
+    def _costs(self, prices: Mapping[StageKind, float]) -> tuple[list[int], Floats]:
+        which = [i for i, kind in enumerate(self.kinds) if kind in prices]
+        return which, np.array([prices[self.kinds[i]] for i in which])
 
 
 class _Grid:
@@ -107,8 +117,12 @@ class _Grid:
         steps = max(1, int(np.ceil(np.log(high / low) / np.log(COARSE))))
         grid.coarse = np.array([low * COARSE**step for step in range(steps + 1)])
         grid.coarse[-1] = max(grid.coarse[-1], high)
-        grid.longest = np.array([grid._longest(time, grid.coarse[1:]) for time in grid.times])
+        grid.fastest = [grid._fastest_by_layers(time) for time in grid.times]
+        grid.longest = np.array([grid._longest(i, grid.coarse[1:]) for i in range(len(kinds))])
         return grid
+
+    fastest: list[Floats]
+    """By kind, the shortest time of a stage of n layers, for n from 1."""
 
     longest: Ints
     """`[kind, interval]`: the most layers of one stage within the interval's upper end."""
@@ -118,43 +132,56 @@ class _Grid:
         starts = np.arange(size - layers)
         return float(time[starts, starts + layers].min())
 
-    def _longest(self, time: Floats, bounds: Floats) -> Ints:
+    def _fastest_by_layers(self, time: Floats) -> Floats:
+        best = [np.diagonal(time, n).min() for n in range(1, len(time))]
+        return np.asarray(np.maximum.accumulate(best))
+
+    def _longest(self, kind: int, bounds: Floats) -> Ints:
         """Most layers of a stage within each bound, over all starts."""
-        size = len(time)
-        best = [np.diagonal(time, n).min() for n in range(1, size)]
-        result: Ints = np.searchsorted(np.maximum.accumulate(best), bounds, side="right")
+        result: Ints = np.searchsorted(self.fastest[kind], bounds, side="right")
         return result
+
+    def glance(self, which: Sequence[int], cost: Floats, tolerance: float) -> list[Need]:
+        """The best of some pipelines worth more than they cost; it may miss others."""
+        ends = self.coarse[1:]
+        wanted = self._worth(ends) > self._hull(cost, self.longest[which]) * (1 + tolerance)
+        if not wanted.any():
+            return []
+        found = self._cover(which, cost, ends[wanted])
+        gain = self._worth(ends[wanted]) - found.cost * (1 + tolerance)
+        return [self._need(found, int(gain.argmax()))] if gain.max() > 0 else []
 
     def best(
         self, which: Sequence[int], cost: Floats, tolerance: float
     ) -> tuple[list[Need], float]:
         """Pipelines of the kinds `which` worth more than they cost, and the largest excess."""
-        low, high = self.coarse[:-1], self.coarse[1:]
-        ceiling = self._worth(low)
-        wanted = ceiling > self._hull(cost, self.longest[which]) * (1 + tolerance)
-        if not wanted.any():
-            return [], 0.0
-        fine = np.concatenate(
-            [_ladder(a, b) for a, b in zip(low[wanted], high[wanted], strict=True)]
-        )
-        starts, ends = fine[:, 0], fine[:, 1]
-        longest = np.array([self._longest(self.times[i], ends) for i in which])
-        wanted = self._worth(starts) > self._hull(cost, longest) * (1 + tolerance)
-        starts, ends = starts[wanted], ends[wanted]
+        starts, ends = self.coarse[:-1], self.coarse[1:]
+        wanted = self._worth(starts) > self._hull(cost, self.longest[which]) * (1 + tolerance)
+        starts, ends, _ = self._uncovered(which, cost, starts[wanted], ends[wanted], tolerance)
         if len(starts) == 0:
             return [], 0.0
-        cheapest, trace = self._cover(which, cost, ends)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            excess = np.where(np.isfinite(cheapest), self._worth(starts) / cheapest - 1, -1.0)
-            gain = np.where(np.isfinite(cheapest), self._worth(ends) - cheapest, -np.inf)
-        needs = []
-        best = int(gain.argmax())
-        if gain[best] > 0:
-            needs.append(self._need(trace, best))
-        ratio = int(np.where(gain > 0, excess, -1).argmax())
-        if gain[ratio] > 0:
-            needs.append(self._need(trace, ratio))
-        return needs, max(0.0, float(excess.max()))
+        fine = np.concatenate([_ladder(a, b) for a, b in zip(starts, ends, strict=True)])
+        longest = np.array([self._longest(i, fine[:, 1]) for i in which])
+        wanted = self._worth(fine[:, 0]) > self._hull(cost, longest) * (1 + tolerance)
+        fine = fine[wanted]
+        starts, ends, found = self._uncovered(which, cost, fine[:, 0], fine[:, 1], tolerance)
+        if found is None or len(starts) == 0:
+            return [], 0.0
+        gain = self._worth(ends) - found.cost
+        needs = [self._need(found, int(gain.argmax()))] if gain.max() > 0 else []
+        if found.cost.min() <= 0:
+            return needs, float("inf")
+        return needs, float((self._worth(starts) / found.cost).max() - 1)
+
+    def _uncovered(
+        self, which: Sequence[int], cost: Floats, starts: Floats, ends: Floats, tolerance: float
+    ) -> tuple[Floats, Floats, _Trace | None]:
+        """The intervals in which some pipeline is worth more than it costs, and its trace."""
+        if len(starts) == 0:
+            return starts, ends, None
+        trace = self._cover(which, cost, ends)
+        keep = self._worth(starts) > trace.cost * (1 + tolerance)
+        return starts[keep], ends[keep], trace.only(keep)
 
     def _worth(self, bounds: Floats) -> Floats:
         cycle = self.problem.cycle_s(self.depth, bounds)
@@ -180,32 +207,32 @@ class _Grid:
                 best = np.maximum(best, np.where(np.isfinite(bound), bound, 0.0))
         return best
 
-    def _cover(self, which: Sequence[int], cost: Floats, bounds: Floats) -> tuple[Floats, _Trace]:
-        """By bound, the least cost of exactly `depth` stages that cover all layers, and a trace."""
-        size = self.problem.layers + 1
-        starts = [self._starts(self.times[i], bounds) for i in which]
-        trace = _Trace([self.kinds[i] for i in which], starts)
-        reach = np.full((len(bounds), size), np.inf)
+    def _cover(self, which: Sequence[int], cost: Floats, bounds: Floats) -> _Trace:
+        """By bound, the cheapest `depth` stages that cover all layers."""
+        size, count = self.problem.layers + 1, len(bounds)
+        starts = np.stack([self._starts(self.times[i], bounds) for i in which])
+        trace = _Trace([self.kinds[i] for i in which])
+        # `reach` is the least cost of getting at least so far; a last column says never.
+        reach = np.full((count, size + 1), np.inf)
         reach[:, 0] = 0.0
+        row = (np.arange(count) * (size + 1))[None, :, None]
+        never = starts >= np.arange(size)
         for stage in range(self.depth):
-            if stage == 1:
+            if stage <= 1:
                 # What may begin with the model may as well begin after its first layer.
-                trace.starts = starts = [np.maximum(start, 1) for start in starts]
-            best = np.full((len(bounds), size), np.inf)
-            chosen = np.full((len(bounds), size), -1, dtype=np.int64)
-            for kind, start in enumerate(starts):
-                # `reach` at a start is the least cost of getting at least that far.
-                value = np.take_along_axis(reach, start, axis=1) + cost[kind]
-                value[start >= np.arange(size)] = np.inf
-                better = value < best
-                best[better], chosen[better] = value[better], kind
+                starts = np.maximum(starts, stage)
+                never |= starts >= np.arange(size)
+                place = np.where(never, size, starts) + row
+            value = reach.ravel()[place] + cost[:, None, None]
+            chosen = value.argmin(axis=0)
+            best = np.take_along_axis(value, chosen[None], axis=0)[0]
             if stage < self.depth - 1:
                 best[:, -1] = np.inf  # only the last stage holds the head
-            trace.best.append(best)
-            trace.kind.append(chosen)
+            trace.add(starts, best, chosen)
             # Reaching further also reaches less far, since stages may be shorter.
-            reach = np.minimum.accumulate(best[:, ::-1], axis=1)[:, ::-1]
-        return reach[:, -1], trace
+            reach[:, :size] = np.minimum.accumulate(best[:, ::-1], axis=1)[:, ::-1]
+        trace.cost, trace.rows = reach[:, size - 1].copy(), np.arange(count)
+        return trace
 
     def _starts(self, time: Floats, bounds: Floats) -> Ints:
         """`[bound, hi]`: the smallest lo of a stage that ends at hi; hi where there is none."""
@@ -240,23 +267,39 @@ class _Grid:
 
     def _need(self, trace: _Trace, bound: int) -> Need:
         kinds: Counter[StageKind] = Counter()
-        layer = self.problem.layers
+        layer, row = self.problem.layers, int(trace.rows[bound])
         for stage in range(self.depth - 1, -1, -1):
             # The cheapest way to reach at least this far may reach further.
-            layer += int(trace.best[stage][bound, layer:].argmin())
-            kind = int(trace.kind[stage][bound, layer])
+            layer += int(trace.best[stage][row, layer:].argmin())
+            kind = int(trace.kind[stage][row, layer])
             kinds[trace.kinds[kind]] += 1
-            layer = int(trace.starts[kind][bound, layer]) if stage else 0
+            layer = int(trace.starts[stage][kind, row, layer])
         return tuple(sorted(kinds.items()))
 
 
 class _Trace:
-    """How the cheapest cover came about: `best` and `kind` by stage, `[bound, layer]`."""
+    """How the cheapest covers came about, by stage: `[kind, bound, layer]` and `[bound, layer]`."""
 
-    def __init__(self, kinds: Sequence[StageKind], starts: list[Ints]) -> None:
-        self.kinds, self.starts = kinds, starts
+    def __init__(self, kinds: Sequence[StageKind]) -> None:
+        self.kinds = kinds
+        self.starts: list[Ints] = []
         self.best: list[Floats] = []
         self.kind: list[Ints] = []
+        self.cost = np.empty(0)
+        self.rows: Ints = np.empty(0, dtype=np.int64)
+        """Where each bound stands in the arrays."""
+
+    def add(self, starts: Ints, best: Floats, kind: Ints) -> None:
+        self.starts.append(starts)
+        self.best.append(best)
+        self.kind.append(kind)
+
+    def only(self, keep: npt.NDArray[np.bool_]) -> _Trace:
+        """The trace of some of the bounds; shares what it holds with this one."""
+        some = _Trace(self.kinds)
+        some.starts, some.best, some.kind = self.starts, self.best, self.kind
+        some.cost, some.rows = self.cost[keep], self.rows[keep]
+        return some
 
 
 def _ladder(low: float, high: float) -> Floats:
