@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.profile_command:profile",
         "Measure how long a model's layers take on a GPU type.",
     ),
+    "probe": ("flexslurm.cli.probe_command:probe", "Measure the links between nodes."),
     "model": ("flexslurm.cli.model_commands:model", "Prepare a model's files, or check them."),
     "config": (
         "flexslurm.cli.config_commands:config",

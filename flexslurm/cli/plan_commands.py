@@ -76,6 +76,7 @@ class Results:
 @click.option(
     "--profile", "profiles", type=_FILE, multiple=True, help="Measured CSV, or a directory of them."
 )
+@click.option("--links", type=_FILE, help="Links between nodes, as `flexslurm probe` wrote them.")
 @click.option("--out", type=_FILE, help="Write the gear table of all allocations.")
 @click.option("--every", is_flag=True, help="Plan every allocation, however many.")
 @click.option("--explain", metavar="ALLOCATION", help="Why its gear is as it is.")
@@ -121,7 +122,7 @@ def plan(**options: Any) -> None:
 
 
 def _inputs(options: Mapping[str, Any]) -> Inputs:
-    from flexslurm.planner.files import load_spec
+    from flexslurm.planner.files import load_links, load_spec
     from flexslurm.planner.topology import Topology
 
     if options["picture"] is not None and options["capacity"] is None:
@@ -138,6 +139,8 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
     else:
         names = {s.gpu_type for s, _ in _with(pool, options["what_if"]).counts}
         topology = Topology.from_catalogue(tuple(sorted(names)), spec.dtype)
+    if options["links"] is not None:
+        topology = load_links(options["links"], topology)
     for shape, _ in _with(pool, options["what_if"]).counts:
         topology.gpu(shape.gpu_type)
     return Inputs(spec, topology, pool, options["site_file"] is not None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from flexslurm.errors import ConfigError, ModelError
+from flexslurm.planner.links import read_links, with_links
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.problem import StageKind
 from flexslurm.planner.profiles import Profile, read_profile
@@ -74,6 +75,16 @@ def load_profiles(
             topology.gpu(profile.gpu_type)
             found[profile.kind] = profile
     return found
+
+
+def load_links(path: Path, topology: Topology) -> Topology:
+    """The topology with the link between nodes that was measured. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read it: {reason}", file=str(path)) from error
+    return with_links(topology, read_links(text, str(path)))
 
 
 def open_table(path: Path) -> GearTable:
