@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from flexslurm.engine.placing import place_gear
 from flexslurm.errors import ModelError
 from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
 from flexslurm.messages import Pacing
+from flexslurm.planner.files import load_acted
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
@@ -33,7 +34,7 @@ class ServicePlanner:
         self.spec = read_spec(Path(service.model.path), service.model.dtype)
         self.topology = Topology.from_site(site, service.model.dtype)
         self.goal = Goal.from_service(service)
-        self._acted = _acted_models(site, self.topology, service)
+        self._acted = load_acted(self.topology, service.model.dtype)
         self._virtual = {
             name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
         }
@@ -112,14 +113,6 @@ def read_spec(path: Path, dtype: str) -> ModelSpec:
     if not isinstance(config, dict):
         raise ModelError(f"{file} does not hold a model's configuration")
     return ModelSpec.from_config(config, dtype, name=path.name)
-
-
-def _acted_models(site: Site, topology: Topology, service: Service) -> Mapping[str, ModelSpec]:
-    """The larger models that virtual GPUs act, by the name the site file gives them."""
-    wanted = {topology.gpu(name).acts_model for name in site.gpu_types} - {None}
-    return {
-        name: read_spec(Path(name), service.model.dtype) for name in sorted(filter(None, wanted))
-    }
 
 
 def full_pool(service: Service) -> Signature:
