@@ -29,7 +29,7 @@ def inputs_hash(
     parts = (
         PLANNER_VERSION,
         spec,
-        msgspec.structs.replace(topology, gpus=used, switches=()),
+        msgspec.structs.replace(topology, gpus=used),
         goal,
         pool,
         dict(acted or {}),

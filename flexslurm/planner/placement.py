@@ -15,6 +15,7 @@ import msgspec
 
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Replica, Shape, Slot, slots
+from flexslurm.planner.leaves import gather
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,12 +72,14 @@ def place(
     nodes: Sequence[PhysicalNode],
     current: Current | None = None,
     kept: Kept | None = None,
+    leaves: Mapping[str, str] | None = None,
 ) -> Placement:
     """Put the gear's abstract nodes on physical ones and its slots on their GPUs.
 
     No placement keeps more bytes. Among those that keep as many, one where whole replicas stay
-    as they are is taken, then one that leaves slots with their present owners. Raises
-    CapacityError where the nodes cannot hold the gear.
+    as they are is taken, then one that leaves slots with their present owners; nodes that hold
+    nothing are chosen so that replicas cross few leaf switches (`leaves`: the switch of each
+    node). Raises CapacityError where the nodes cannot hold the gear.
     """
     problem = _Problem(gear, nodes, current, kept)
     found = problem.solve({})
@@ -86,8 +89,32 @@ def place(
         raise CapacityError(f"the nodes present cannot hold gear {gear.name}")
     if pinned is not None and problem.bytes_of(pinned) >= problem.bytes_of(found):
         found = pinned
+    if leaves:
+        found = _under_few_leaves(gear, nodes, found, current, leaves)
     same = match_replicas(current.gear, current.at, gear, found) if current else {}
     return Placement(dict(sorted(found.items())), problem.bytes_of(found), same)
+
+
+def _under_few_leaves(
+    gear: Gear,
+    nodes: Sequence[PhysicalNode],
+    found: Mapping[Slot, GpuRef],
+    current: Current | None,
+    leaves: Mapping[str, str],
+) -> dict[Slot, GpuRef]:
+    """Exchange nodes that hold nothing, GPU for GPU, so that replicas cross fewer switches."""
+    held = {ref.node for ref in current.at.values()} if current is not None else set()
+    free = {n.node: (n.gpu_type, len(n.gpus)) for n in nodes if n.node not in held}
+    index_of = {slot: gear.replicas[slot.replica].stages[slot.stage].node for slot in found}
+    before = {index_of[slot]: ref.node for slot, ref in found.items()}
+    after = gather(gear, before, free, leaves)
+    gpus = {node.node: sorted(node.gpus) for node in nodes}
+
+    def moved(slot: Slot, ref: GpuRef) -> GpuRef:
+        node = after[index_of[slot]]
+        return ref if node == ref.node else GpuRef(node, gpus[node][gpus[ref.node].index(ref.gpu)])
+
+    return {slot: moved(slot, ref) for slot, ref in found.items()}
 
 
 # -------------------------------------------------------------------------------- whole replicas

@@ -65,8 +65,6 @@ class Topology(msgspec.Struct, frozen=True):
     node_link: Link
     step_s: float = 1e-3
     """From the last stage's token to the next step on the first: head and messages."""
-    switches: tuple[frozenset[str], ...] = ()
-    """Leaf switches: the nodes on each."""
 
     @classmethod
     def from_site(cls, site: Site, dtype: str = "bfloat16") -> Topology:
