@@ -110,6 +110,11 @@ class ShiftWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class GearPlanned:
+    """The planner knows more than it did when it was last asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """`SwitchOver` has been done."""
 
@@ -149,7 +154,7 @@ class Unreachable:
 
 RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
-Event = RollEvent | ShiftEvent | ReplicaBroken | ShiftWanted
+Event = RollEvent | ShiftEvent | ReplicaBroken | ShiftWanted | GearPlanned
 
 
 @dataclass(frozen=True, slots=True)

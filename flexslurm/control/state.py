@@ -19,6 +19,7 @@ from flexslurm.control.events import (
     ControlSettings,
     CutOver,
     Event,
+    GearPlanned,
     MoveFailed,
     Parked,
     Planner,
@@ -111,6 +112,9 @@ class Control:
                 actions = self._on_broken(now, replica, reason)
             case ShiftWanted(gear, reason):
                 actions = self._on_wanted(now, gear, reason)
+            case GearPlanned():
+                self._plan.soon(now)
+                actions = []
             case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
                 actions = self._on_moved(now, event)
             case _:
