@@ -137,6 +137,8 @@ class Driver:
         """Give reserved blocks back, if there are any."""
         if not self.closed:
             self.scheduler.release(seq_id)
+            if self.serving and self.idle:
+                self._tell_freed()
 
     def adopt(
         self,

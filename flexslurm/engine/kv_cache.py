@@ -85,6 +85,11 @@ class BlockPool:
             self._tables[owner] = self._tables.get(owner, ()) + new
         return True
 
+    def hand_over(self, owner: str, to: str) -> None:
+        """Give all the owner's blocks to another, which has none."""
+        assert to not in self._tables, f"{to} has blocks already"
+        self._tables[to] = self._tables.pop(owner)
+
     def free(self, owner: str) -> int:
         """Take all the owner's blocks back and return how many they were; 0 if it has none."""
         table = self._tables.pop(owner, ())

@@ -34,6 +34,7 @@ from flexslurm.gear import Replica
 from flexslurm.messages import Chunk, SampledToken, SequenceRequest, TokenEvent
 
 _PREFILL_SHARE = 4  # one part in four of the budget is kept for prefill while there is some
+_COMING = "\0"  # before the name of a sequence whose blocks are reserved
 _SPARE_SHARE = 4  # blocks left free at admission: one for every four sequences that may grow
 
 
@@ -128,27 +129,23 @@ class Scheduler:
         ]
 
     def reserve(self, seq_id: str, count: int) -> tuple[int, ...] | None:
-        """Give a sequence that is not here `count` more blocks, to be filled from outside.
+        """Give a sequence that is to come `count` more blocks, to be filled from outside.
 
         Returns these blocks, or None if there are not enough.
         """
-        assert seq_id not in self._roster.all, f"{seq_id} is here already"
-        held = self.pool.held(seq_id)
-        if not self.pool.allocate_cold(seq_id, count):
+        owner = _COMING + seq_id  # the sequence itself may be here meanwhile, and leave again
+        held = self.pool.held(owner)
+        if not self.pool.allocate_cold(owner, count):
             return None
         if count:
             self._reserved.add(seq_id)
-        return self.pool.table(seq_id)[held:]
+        return self.pool.table(owner)[held:]
 
     def release(self, seq_id: str) -> None:
         """Give reserved blocks back; nothing may still be filling them."""
         if seq_id in self._reserved:
             self._reserved.discard(seq_id)
-            self.pool.free(seq_id)
-
-    @property
-    def reserved(self) -> frozenset[str]:
-        return frozenset(self._reserved)
+            self.pool.free(_COMING + seq_id)
 
     def adopt(
         self,
@@ -166,14 +163,17 @@ class Scheduler:
         self._check_fits(request, len(output), partly)
         sequence = Sequence(request, output)
         computed = min(computed, sequence.length - 1)
-        held = self.pool.held(sequence.seq_id)
+        assert sequence.seq_id not in self._roster.all, f"{sequence.seq_id} is here already"
+        owner = _COMING + sequence.seq_id
+        held = self.pool.held(owner)
         assert computed <= held * self.block_tokens, f"{computed} tokens in {held} blocks"
         more = max(blocks_for(sequence.length, self.block_tokens) - held, 0)
         full = self._roster.running >= self.max_batch
-        if full or not self.pool.allocate(sequence.seq_id, more):
+        if full or not self.pool.allocate(owner, more):
             self.release(sequence.seq_id)
             return False
         self._reserved.discard(sequence.seq_id)
+        self.pool.hand_over(owner, sequence.seq_id)
         sequence.computed = computed
         self._roster.prefill(sequence)
         if output and computed == sequence.length - 1:
@@ -386,9 +386,8 @@ class Scheduler:
         assert len(self._in_flight) <= self.max_in_flight, f"in flight: {list(self._in_flight)}"
         aborted = {s.seq_id for s in flying if s.state is SequenceState.FINISHED}
         running = {s.seq_id for s in self._roster.running_in_order()}
-        owners = running | aborted | self._reserved
+        owners = running | aborted | {_COMING + seq_id for seq_id in self._reserved}
         assert set(self.pool.tables) == owners, "blocks are not with those that run"
-        assert not self._reserved & self._roster.all.keys(), "reserved for one that is here"
         assert len(running) <= self.max_batch, f"{len(running)} run, {self.max_batch} may"
         for sequence in self._roster.all.values():
             flies = sequence in self._in_flight_sequences(sequence.step)

@@ -1,0 +1,355 @@
+"""The mover: rounds beside the serving gear, the rest in the pause, and all that interferes."""
+
+from __future__ import annotations
+
+from fake_fleet import Fleet
+from fake_replica import Answers, make_request
+
+from flexslurm.engine.ownership import ReplicaAt, Seat
+from flexslurm.gear import Replica, Stage
+from flexslurm.head.mover import Mover
+from flexslurm.head.moving import LEGAL, MoverPhase, MoverSettings, NewEnd, OldEnd, Tickets
+from tests.reshard_cases import BLOCK_TOKENS, LAYERS, shard_map
+
+
+def stages(*tps: int, blocks: int = 32, batch: int = 8) -> Replica:
+    cuts = [LAYERS * n // len(tps) for n in range(len(tps) + 1)]
+    made = tuple(Stage("a", tp, cuts[n], cuts[n + 1], blocks, n) for n, tp in enumerate(tps))
+    return Replica(made, batch, 64, 100)
+
+
+def place(epoch: int, replica: Replica, *workers: str) -> ReplicaAt:
+    return ReplicaAt(epoch, 0, replica, tuple(Seat(w, w[0]) for w in workers))
+
+
+class Rig:
+    """One old replica on a0 and a1, and a new one on a0, a1 and b0."""
+
+    def __init__(
+        self, old: Replica | None = None, new: Replica | None = None, **settings: int
+    ) -> None:
+        self.now = 0.0
+        self.answers = Answers()
+        self.dead: set[str] = set()
+        shards = shard_map("llama")
+        self.fleet = Fleet(shards, self.answers.take, lambda: self.now)
+        at = place(1, old or stages(2), "a0", "a1")
+        self.old = self.fleet.install(at, paused=False)
+        self.new = self.fleet.install(place(2, new or stages(1, 2), "b0", "a0", "a1"), paused=True)
+        self.mover = Mover(
+            shards,
+            [OldEnd(self.old.at, self.old.driver)],
+            [NewEnd(self.new.at, self.new.driver)],
+            MoverSettings(pull_timeout_s=5.0, **settings),  # type: ignore[arg-type]
+            alive=lambda seq_id: seq_id not in self.dead,
+            tickets=Tickets(),
+        )
+        self.requests = {}
+
+    def submit(self, seq_id: str, prompt: int, tokens: int, arrival: int) -> None:
+        request = make_request(seq_id, range(prompt), tokens, arrival=arrival)
+        self.requests[seq_id] = request
+        self.old.driver.submit(request)
+        self.old.driver.pump()
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert self.old.step()
+
+    def advance(self) -> None:
+        self.mover.advance(self.now)
+        self.post()
+
+    def post(self) -> None:
+        self.fleet.pulls += self.mover.outbox
+        self.mover.outbox.clear()
+
+    def pull(self, *fail: int) -> None:
+        assert self.mover.pulled(self.now, self.fleet.pull(0, fail))
+        self.post()
+
+    def pull_all(self) -> int:
+        """Answer everything; how many blocks came."""
+        blocks = sum(len(pull.pairs) for _, pull in self.fleet.pulls)
+        while self.fleet.pulls:
+            self.pull()
+        return blocks
+
+    def cut_over(self) -> None:
+        self.old.driver.pause()
+        while self.old.step():
+            pass
+        self.mover.begin_last(self.now, 5.0)
+        self.post()
+        self.pull_all()
+        assert self.mover.phase is MoverPhase.DONE
+
+    def switch(self) -> dict[str, int]:
+        """Go on with the new replica; how many tokens of each sequence were adopted."""
+        computed = {seq_id: tokens for seq_id, (_, tokens) in self.mover.adoptions().items()}
+        adopted = set()
+        for live in self.old.driver.close():
+            seq_id = live.request.seq_id
+            if seq_id in computed and self.new.driver.adopt(
+                live.request, live.output, computed[seq_id]
+            ):
+                adopted.add(seq_id)
+            elif seq_id not in self.dead:
+                self.new.driver.submit(live.request, live.output)
+        assert self.mover.release(adopted)
+        self.new.driver.scheduler.check_invariants()
+        self.new.driver.resume()
+        while self.new.step():
+            pass
+        for seq_id, request in self.requests.items():
+            if seq_id not in self.dead:
+                self.answers.check(request)
+        load = self.new.driver.load()
+        assert load.free_blocks == load.blocks
+        return computed
+
+
+def test_full_blocks_go_first_and_the_rest_in_the_pause() -> None:
+    rig = Rig()
+    rig.submit("s", 14, 20, 0)
+    rig.step(2)
+    rig.advance()
+    assert {pull.layers for _, pull in rig.fleet.pulls} == {(0, 3), (3, 6)}
+    assert {len(pull.pairs) for _, pull in rig.fleet.pulls} == {3}
+    assert not rig.mover.settled
+    rig.pull_all()
+    assert rig.mover.settled and rig.mover.phase is MoverPhase.ROUNDS
+    rig.step(5)  # 20 tokens computed: two more blocks are full
+    rig.advance()
+    assert {len(pull.pairs) for _, pull in rig.fleet.pulls} == {2}
+    rig.pull_all()
+    rig.cut_over()
+    assert rig.switch() == {"s": 14 + 7}
+    assert rig.new.driver.load().prefill_tokens == 0
+
+
+def test_nothing_to_move_is_settled_and_done_at_once() -> None:
+    rig = Rig()
+    rig.advance()
+    assert rig.mover.settled
+    rig.cut_over()
+    assert rig.switch() == {}
+
+
+def test_sequences_that_come_during_the_rounds_move_too() -> None:
+    rig = Rig()
+    rig.submit("s", 9, 20, 0)
+    rig.step(2)
+    rig.advance()
+    rig.submit("late", 10, 20, 1)
+    rig.step(2)
+    rig.pull_all()
+    rig.advance()
+    rig.pull_all()
+    rig.cut_over()
+    assert rig.switch().keys() == {"s", "late"}
+
+
+def test_a_pull_that_fails_is_tried_again_and_then_let_be() -> None:
+    rig = Rig(most_tries=2)
+    rig.submit("s", 14, 20, 0)
+    rig.step()
+    rig.advance()
+    rig.pull(1)  # of three blocks the second does not come
+    rig.pull_all()
+    assert rig.mover.settled
+    rig.cut_over()
+    assert rig.switch() == {"s": 15}
+    rig = Rig(most_tries=2)
+    rig.submit("s", 14, 20, 0)
+    rig.step()
+    rig.advance()
+    while rig.fleet.pulls:
+        rig.pull(0)
+    assert rig.mover.settled
+    rig.cut_over()
+    assert rig.switch() == {}
+
+
+def test_what_was_pulled_before_a_failure_is_used() -> None:
+    rig = Rig(most_tries=1)
+    rig.submit("s", 14, 20, 0)
+    rig.step()
+    rig.advance()
+    while rig.fleet.pulls:
+        rig.pull(2)
+    rig.cut_over()
+    assert rig.switch() == {"s": 2 * BLOCK_TOKENS}
+
+
+def test_blocks_that_changed_hands_under_a_pull_are_not_believed() -> None:
+    """The young one is evicted and comes back with other blocks, while its old ones are pulled."""
+    rig = Rig(old=stages(2, blocks=8))
+    rig.old.driver.scheduler.max_context = 100
+    rig.submit("old", 10, 14, 0)
+    rig.submit("young", 10, 14, 1)
+    rig.step(2)
+    rig.advance()
+    waits = list(rig.fleet.pulls)
+    before = {kv.seq_id: kv.tenure for kv in rig.old.driver.running_kv()}
+    while rig.old.driver.load().evictions == 0:
+        rig.step()
+    while not any(kv.seq_id == "young" for kv in rig.old.driver.running_kv()):
+        rig.step()
+    after = {kv.seq_id: kv.tenure for kv in rig.old.driver.running_kv()}
+    assert after["young"] == before["young"] + 1
+    rig.fleet.pulls = waits
+    while rig.fleet.pulls and rig.fleet.pulls[0] in waits:
+        rig.pull()
+    assert rig.mover._moves["young"].done == 0
+    rig.pull_all()
+    rig.cut_over()
+    rig.switch()
+
+
+def test_the_youngest_give_way_where_the_new_replica_is_smaller() -> None:
+    rig = Rig(new=stages(1, 2, blocks=9))
+    for n in range(3):
+        rig.submit(f"s{n}", 9, 20, n)
+    rig.step(2)
+    rig.advance()
+    rig.pull_all()
+    rig.step(12)
+    rig.advance()
+    rig.pull_all()
+    rig.cut_over()
+    moved = rig.mover.adoptions()
+    assert "s0" in moved and "s2" not in moved
+    rig.new.driver.scheduler.max_context = 36
+    rig.mover.release()
+
+
+def test_a_sequence_that_ends_gives_its_blocks_back_when_nothing_fills_them() -> None:
+    rig = Rig()
+    rig.submit("s", 9, 20, 0)
+    rig.submit("t", 9, 20, 1)
+    rig.step(2)
+    rig.advance()
+    rig.pull()
+    rig.dead.add("s")
+    rig.old.driver.abort("s")
+    rig.advance()
+    assert rig.new.driver.load().free_blocks == 32 - 4
+    rig.pull_all()
+    assert rig.new.driver.load().free_blocks == 32 - 2
+    rig.cut_over()
+    assert rig.switch().keys() == {"t"}
+
+
+def test_a_lost_old_replica_leaves_what_was_pulled() -> None:
+    rig = Rig()
+    rig.submit("s", 9, 20, 0)
+    rig.step(2)
+    rig.advance()
+    rig.pull_all()
+    rig.mover.lose(0)
+    live = rig.old.driver.close()
+    rig.fleet.retire(rig.old)
+    rig.advance()
+    rig.mover.begin_last(rig.now, 5.0)
+    assert rig.mover.phase is MoverPhase.DONE
+    assert rig.mover.adoptions() == {"s": (0, 2 * BLOCK_TOKENS)}
+    assert rig.new.driver.adopt(live[0].request, live[0].output, 2 * BLOCK_TOKENS)
+    rig.new.driver.resume()
+    while rig.new.step():
+        pass
+    rig.answers.check(rig.requests["s"])
+
+
+def test_an_answer_that_does_not_come_fails_the_whole() -> None:
+    rig = Rig()
+    rig.submit("s", 9, 20, 0)
+    rig.step(2)
+    rig.advance()
+    rig.now = 9.0
+    rig.advance()
+    assert rig.mover.phase is MoverPhase.ROUNDS
+    rig.now = 11.0
+    rig.advance()
+    assert rig.mover.phase is MoverPhase.FAILED and "not answered" in rig.mover.failure
+    assert not rig.mover.release(), "blocks that may yet be written to are not given back"
+    rig.pull_all()
+    assert rig.mover.release()
+
+
+def test_what_lacks_too_much_in_the_pause_is_recomputed_from_what_it_has() -> None:
+    rig = Rig(most_last_blocks=2, batch_bytes=1)
+    rig.submit("long", 30, 20, 0)
+    rig.submit("short", 6, 20, 1)
+    rig.step(2)
+    rig.advance()
+    first = len(rig.fleet.pulls)
+    for _ in range(first):
+        rig.pull()
+    rig.old.driver.pause()
+    while rig.old.step():
+        pass
+    rig.mover.begin_last(rig.now, 5.0)
+    rig.post()
+    rig.pull_all()
+    moved = rig.switch()
+    assert 0 < moved["long"] < 30 and moved["short"] >= 7
+
+
+def test_parked_sequences_move_whole_after_their_driver_is_closed() -> None:
+    rig = Rig()
+    rig.mover._settings = MoverSettings(most_last_blocks=None)
+    rig.submit("s", 30, 20, 0)
+    rig.step(3)
+    rig.old.driver.pause()
+    while rig.old.step():
+        pass
+    rig.mover.freeze(0)
+    live = rig.old.driver.close()
+    rig.mover.begin_last(rig.now, 5.0)
+    rig.post()
+    rig.pull_all()
+    assert rig.mover.adoptions() == {"s": (0, 33)}
+    assert rig.new.driver.adopt(live[0].request, live[0].output, 33)
+    rig.new.driver.resume()
+    while rig.new.step():
+        pass
+    rig.answers.check(rig.requests["s"])
+    assert rig.new.driver.load().prefill_tokens == 0
+
+
+def test_rounds_end_when_they_no_longer_shrink() -> None:
+    rig = Rig(most_rounds=50)
+    for n in range(4):
+        rig.submit(f"s{n}", 9, 60, n)
+    rig.step(2)
+    rig.advance()
+    rounds = 0
+    while not rig.mover.settled:
+        rounds += 1
+        rig.step(BLOCK_TOKENS)  # every round each sequence fills another block
+        pulls, rig.fleet.pulls = rig.fleet.pulls, []
+        for one in pulls:
+            rig.fleet.pulls.insert(0, one)
+            rig.pull()
+        assert rounds < 10
+    rig.pull_all()
+    rig.cut_over()
+    assert len(rig.switch()) == 4
+
+
+def test_with_a_deadline_the_longest_goes_first() -> None:
+    rig = Rig(batch_bytes=1)
+    rig.mover._longest_first = True
+    rig.submit("short", 9, 20, 0)
+    rig.submit("long", 29, 20, 1)
+    rig.step(2)
+    rig.advance()
+    blocks = {kv.seq_id: kv.blocks for kv in rig.old.driver.running_kv()}
+    first = {theirs for _, pull in rig.fleet.pulls for theirs, _ in pull.pairs}
+    assert first == {blocks["long"][0]}
+
+
+def test_every_phase_can_fail() -> None:
+    for phase, after in LEGAL.items():
+        assert not after or MoverPhase.FAILED in after, phase
