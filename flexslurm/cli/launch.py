@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
 from flexslurm.errors import (
@@ -49,18 +50,27 @@ class LaunchPlan:
     """For each pilot: the gear that is left when Slurm takes it."""
     pilots: tuple[tuple[Pilot, PilotSpec], ...]
     head: HeadSpec
+    table: bytes | None = None
+    """The gear table to write; None: the one that is there holds."""
     allocation: str | None = None
     """Cluster `allocation`: the Slurm job this runs in, whose nodes are the pool."""
 
 
 def plan_launch(
-    service: Service, site: Site, directory: ServiceDir, cluster: str, head_here: bool
+    service: Service,
+    site: Site,
+    directory: ServiceDir,
+    cluster: str,
+    head_here: bool,
+    say: Say = lambda line: None,
 ) -> LaunchPlan:
-    """Check the model and the pool. Raises ModelError, CapacityError, ConfigError."""
+    """Check the model and plan the pool. Raises ModelError, CapacityError, ConfigError."""
+    from flexslurm.cli.launch_table import service_table
     from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
+    from flexslurm.head.gear_tables import full_pool
     from flexslurm.head.main import head_command
-    from flexslurm.head.planning import ServicePlanner, full_pool
+    from flexslurm.head.planning import ServicePlanner, check_plans
     from flexslurm.slurm.script import HeadSpec
 
     check_files(check_model(service.model.path))
@@ -72,22 +82,26 @@ def plan_launch(
         service = service.model_copy(update={"pool": _pool_of_allocation(site, directory)})
     planner = ServicePlanner(service, site)
     pool = full_pool(service)
-    gear = planner.choose(pool)
+    table, data = service_table(planner, directory, say)
+    gear = table.gear(pool)
+    assert gear is not None, f"the table has no {pool}"
     if isinstance(gear, NoGear):
         raise CapacityError(
             f"{service.model.path} does not fit the pool {pool}: {gear.reason}",
             hint="add pilots to 'pool' in the service file, or choose a smaller model or dtype",
         )
+    check_plans(service, table)
     pilots = _pilots(service, site, directory, cluster)
-    without = tuple((pilot.fragment, planner.choose(_less(pool, pilot))) for pilot, _ in pilots)
+    lefts = ((pilot.fragment, table.gear(_less(pool, pilot))) for pilot, _ in pilots)
+    without = tuple((fragment, left) for fragment, left in lefts if left is not None)
     head = HeadSpec(
-        name=f"{service.name}.head",
+        name=head_job(service.name),
         command=head_command(directory.path),
         log_dir=directory.logs / "head",
         env=_job_env(),
     )
     return LaunchPlan(
-        service, site, directory, cluster, head_here, gear, without, pilots, head, allocation
+        service, site, directory, cluster, head_here, gear, without, pilots, head, data, allocation
     )
 
 
@@ -144,7 +158,7 @@ def _pilot(
     grace_s = partition.grace if partition is not None and cluster != "local" else 0.0
     kill_wait_s = site.kill_wait_s(entry.partition or "")
     spec = PilotSpec(
-        name=f"{service.name}.{fragment}",
+        name=pilot_job(service.name, fragment),
         partition=entry.partition,
         gpu_type=entry.gpu_type,
         gpus=entry.gpus,
@@ -156,7 +170,7 @@ def _pilot(
         log_dir=directory.logs / fragment,
         env=_job_env(),
     )
-    pilot = Pilot(fragment, "", entry.partition, entry.gpu_type, entry.gpus, entry.nodes)
+    pilot = Pilot(fragment, UNSENT, entry.partition, entry.gpu_type, entry.gpus, entry.nodes)
     return pilot, spec
 
 
@@ -213,25 +227,31 @@ def execute(plan: LaunchPlan, say: Say) -> None:
     submitter, done, new = make_submitter(plan), list[Pilot](), list[str]()
     try:
         for pilot, spec in plan.pilots:
-            taken_over = alive.get(pilot.fragment)
-            job = taken_over or submitter.submit(spec)
-            done.append(msgspec.structs.replace(pilot, job_id=job))
-            directory.write_pilots(Pilots(plan.cluster, tuple(done), None, plan.allocation))
-            if taken_over is None:
+            job = alive.get(pilot.fragment)
+            taken_over = job is not None
+            if job is None:
+                _note(plan, [*done, pilot])  # a crash from here on leaves a name to look for
+                job = submitter.submit(spec)
                 new.append(job)
-            say(_submitted(plan, done[-1], taken_over is not None))
+            done.append(msgspec.structs.replace(pilot, job_id=job))
+            _note(plan, done)
+            say(_submitted(plan, done[-1], taken_over))
+        _note(plan, done, UNSENT)
         head = head_submitter(plan).submit(plan.head)
-        directory.write_pilots(Pilots(plan.cluster, tuple(done), head, plan.allocation))
+        _note(plan, done, head)
         say(f"submitted the head: job {head}")
     except BaseException:
         if new:
             submitter.cancel(new)
             say(f"cancelled the {len(new)} pilots that were submitted")
-        left = tuple(pilot for pilot in done if pilot.job_id not in new)
-        directory.write_pilots(Pilots(plan.cluster, left, None, plan.allocation))
+        _note(plan, [pilot for pilot in done if pilot.job_id not in new])
         if fresh and not done:
             shutil.rmtree(directory.path, ignore_errors=True)  # nothing was ever there
         raise
+
+
+def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) -> None:
+    plan.directory.write_pilots(Pilots(plan.cluster, tuple(pilots), head, plan.allocation))
 
 
 def _write_files(plan: LaunchPlan) -> None:
@@ -241,6 +261,8 @@ def _write_files(plan: LaunchPlan) -> None:
     for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
         # JSON is YAML 1.2, which is how the files are read; PyYAML writes 1.1
         write_atomically(path, section.model_dump_json(indent=2).encode(), mode=0o600)
+    if plan.table is not None:
+        write_atomically(directory.gears, plan.table)
 
 
 def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:
@@ -257,6 +279,8 @@ def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
     before = plan.directory.pilots()
     if before is None or not before.pilots:
         return {}
+    if before.cluster == plan.cluster:
+        before = with_ids(before, plan.service.name, make_submitter(plan), head_submitter(plan))
     states = make_submitter(plan).states([p.job_id for p in before.pilots])
     alive = [p for p in before.pilots if states[p.job_id].known and not states[p.job_id].state.over]
     wanted = {p.fragment: p for p, _ in plan.pilots}
@@ -265,7 +289,7 @@ def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
         for p in alive
         if before.cluster != plan.cluster
         or p.fragment not in wanted
-        or msgspec.structs.replace(p, job_id="") != wanted[p.fragment]
+        or msgspec.structs.replace(p, job_id=UNSENT) != wanted[p.fragment]
     ]
     if others:
         raise ServiceExists(
@@ -320,7 +344,7 @@ def _tell(told: dict[str, str], who: str, what: str, say: Say) -> None:
 def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
     """Before the head answers: what its job does. Raises ServiceError when it has ended."""
     pilots = plan.directory.pilots()
-    if pilots is None or pilots.head_job is None:
+    if pilots is None or not pilots.head_job:
         return
     try:
         info = head_submitter(plan).states([pilots.head_job])[pilots.head_job]
@@ -349,8 +373,8 @@ def cancel_all(plan: LaunchPlan) -> None:
     pilots = plan.directory.pilots()
     if pilots is None:
         return
-    make_submitter(plan).cancel([pilot.job_id for pilot in pilots.pilots])
-    if pilots.head_job is not None:
+    make_submitter(plan).cancel([pilot.job_id for pilot in pilots.pilots if pilot.job_id])
+    if pilots.head_job:
         head_submitter(plan).cancel([pilots.head_job])
     plan.directory.write_pilots(Pilots(plan.cluster))
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexslurm.cli.quiet_stdout import only_ours_on_stdout
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature
 
@@ -96,7 +94,7 @@ def plan(**options: Any) -> None:
 
     inputs = _inputs(options)
     results = Results()
-    with _only_ours_on_stdout():
+    with only_ours_on_stdout():
         started = time.monotonic()
         acted = load_acted(inputs.topology, inputs.spec.dtype)
         profiles = load_profiles(options["profiles"], inputs.spec, inputs.topology)
@@ -254,25 +252,6 @@ def _progress() -> Callable[[int, int], None]:
             click.echo(f"planned {done:,} of {total:,} allocations", err=True)
 
     return show
-
-
-@contextmanager
-def _only_ours_on_stdout() -> Iterator[None]:
-    """HiGHS writes lines of its own to the process's standard output; they go nowhere."""
-    sys.stdout.flush()
-    try:
-        saved = os.dup(1)
-    except OSError:  # there is no standard output
-        yield
-        return
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 1)
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(nothing)
 
 
 def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[str]:

@@ -118,7 +118,7 @@ def launch(
         else launching.service_directory(service.name, shared=shared)
     )
     here = (head_place or service.head.place) == "here"
-    plan = launching.plan_launch(service, site, directory, cluster, here)
+    plan = launching.plan_launch(service, site, directory, cluster, here, _say)
     click.echo(picture(plan.gear))
     for words in warnings_of(service.pool, site) if cluster == "slurm" else ():
         click.echo(f"partition {words}")

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 
 from flexslurm.cli.ask import ask
+from flexslurm.cli.job_names import with_ids
 from flexslurm.config.schema import load_section
+from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.errors import DeadlineExceeded, ServiceUnreachable
 from flexslurm.messages import StopAsk
@@ -24,7 +26,7 @@ def stop_service(directory: ServiceDir, drain_s: float, timeout_s: float, say: S
     except ServiceUnreachable as error:
         say(f"{error.message}: its jobs are cancelled all the same")
     pilots = directory.pilots()
-    if pilots is None or not (pilots.pilots or pilots.head_job):
+    if pilots is None or (not pilots.pilots and pilots.head_job is None):
         return
     _cancel(directory, pilots, deadline, say)
     directory.write_pilots(Pilots(pilots.cluster))
@@ -34,10 +36,11 @@ def _cancel(directory: ServiceDir, pilots: Pilots, deadline: float, say: Say) ->
     from flexslurm.head.runtime import submitter_for
     from flexslurm.slurm.local import LocalSubmitter
 
-    site = load_section(Site, directory.site)
+    site, service = load_section(Site, directory.site), load_section(Service, directory.service)
     submitter = submitter_for(pilots.cluster, site, directory, pilots.allocation)
-    jobs = [pilot.job_id for pilot in pilots.pilots]
     local = LocalSubmitter(directory.path)
+    pilots = with_ids(pilots, service.name, submitter, local)
+    jobs = [pilot.job_id for pilot in pilots.pilots]
     heads = [pilots.head_job] if pilots.head_job else []
     groups = [(submitter, [*jobs, *(h for h in heads if not h.startswith("local-"))])]
     groups.append((local, [h for h in heads if h.startswith("local-")]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -15,23 +16,36 @@ from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
-from flexslurm.errors import ModelError
-from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
+from flexslurm.errors import ConfigError
+from flexslurm.gear import Gear, NoGear, Signature, Slot, slots
+from flexslurm.head.gear_book import GearBook
+from flexslurm.head.gear_tables import Progress, fits, full_pool, make_service_table, pilot_kinds
 from flexslurm.messages import Pacing
-from flexslurm.planner.files import load_acted
+from flexslurm.planner.build import no_gear
+from flexslurm.planner.files import load_acted, load_spec, open_table
 from flexslurm.planner.gears import plan_gear
-from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.hashing import inputs_hash
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
+from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
+from flexslurm.planner.table import GearTable
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
+log = logging.getLogger(__name__)
+
 
 class ServicePlanner:
-    """Implements `control.events.Planner`; remembers the gears it has planned."""
+    """Implements `control.events.Planner`: `choose` looks up, `exact` and `make_table` plan."""
 
-    def __init__(self, service: Service, site: Site) -> None:
-        self.spec = read_spec(Path(service.model.path), service.model.dtype)
+    def __init__(
+        self,
+        service: Service,
+        site: Site,
+        ask: Callable[[Signature], None] = lambda signature: None,
+    ) -> None:
+        """`ask` is told of allocations whose gears are to be planned elsewhere."""
+        self.spec = load_spec(service.model.path, service.model.dtype)
         self.topology = Topology.from_site(site, service.model.dtype)
         self.goal = Goal.from_service(service)
         self._acted = load_acted(self.topology, service.model.dtype)
@@ -39,22 +53,58 @@ class ServicePlanner:
             name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
         }
         self._problem = Problem(self.spec, self.topology, self.goal, self._acted)
-        self._known: dict[Signature, Gear | NoGear] = {}
         self._service = service
+        self.book = GearBook(ask)
+
+    # ------------------------------------------------------------------------------ planning
+
+    def exact(self, signature: Signature) -> Gear | NoGear:
+        """Plan one allocation; takes seconds where the pool is large."""
+        return plan_gear(self.spec, self.topology, self.goal, signature, acted=self._acted)
+
+    def make_table(self, progress: Progress) -> bytes:
+        """Plan the allocations of the service's pilots; takes a minute or two at most."""
+        pool = full_pool(self._service)
+        planner = Planner(self.spec, self.topology, self.goal, pool, acted=self._acted)
+        return make_service_table(planner, pilot_kinds(self._service), progress)
+
+    def fitting_table(self, path: Path) -> tuple[GearTable | None, str]:
+        """The table in a file, if it was made for just this; else why not, in words."""
+        if not path.exists():
+            return None, "there is no gear table"
+        try:
+            table = open_table(path)
+        except ConfigError as error:
+            return None, error.message
+        kinds, pool = pilot_kinds(self._service), full_pool(self._service)
+        inputs = inputs_hash(self.spec, self.topology, self.goal, pool, self._acted)
+        if not fits(table, inputs, kinds):
+            return None, f"{path.name} was made for another model, site, workload or pool"
+        return table, ""
+
+    # ---------------------------------------------------------------------------- looking up
+
+    def choose(self, signature: Signature) -> Gear | NoGear:
+        """The gear for an allocation, from the table; never plans."""
+        missing = no_gear(self._problem, signature)
+        return missing if missing.short_bytes else self.book.choose(signature)
+
+    def options(self, signature: Signature) -> tuple[Gear, ...]:
+        """The gears named in the service file that an allocation can hold, the preferred first."""
+        found = (self.choose(s) for s in self._named if signature.covers(s))
+        return tuple(gear for gear in found if isinstance(gear, Gear))
+
+    @cached_property
+    def _named(self) -> tuple[Signature, ...]:
+        wanted = self._service.scheduling
+        names = (wanted.default_plan, *(wanted.plans or ()), wanted.fallback_plan)
+        return tuple(dict.fromkeys(Signature.parse(name) for name in names if name))
 
     @cached_property
     def shards(self) -> ShardMap:
         """What every place of a gear has, as the engine cuts it."""
         model, serving = self._service.model, self._service.serving
         return ShardMap(check_model(model.path), model.dtype, serving.block_tokens)
-
-    def choose(self, signature: Signature) -> Gear | NoGear:
-        """The gear for an allocation; planned once."""
-        found = self._known.get(signature)
-        if found is None:
-            found = plan_gear(self.spec, self.topology, self.goal, signature, acted=self._acted)
-            self._known[signature] = found
-        return found
 
     def place(
         self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
@@ -101,24 +151,27 @@ class ServicePlanner:
         return paced
 
 
-def read_spec(path: Path, dtype: str) -> ModelSpec:
-    """The model's sizes from its config.json (or the directory that holds one)."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = msgspec.json.decode(file.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} does not hold a model's configuration")
-    return ModelSpec.from_config(config, dtype, name=path.name)
+def plan_name(name: str) -> str:
+    """A gear's name as the table has it: the allocation it is for, in one order. ConfigError."""
+    return str(Signature.parse(name))
 
 
-def full_pool(service: Service) -> Signature:
-    """The allocation with every pilot of the service's pool."""
-    return Signature.of(
-        Shape(entry.gpu_type, entry.gpus)
-        for entry in service.pool
-        for _ in range(entry.count * entry.nodes)
-    )
+def check_plans(service: Service, table: GearTable) -> None:
+    """Raises ConfigError where the service file names a plan that the table does not have."""
+    wanted = service.scheduling
+    named = {
+        "scheduling.plans": wanted.plans or [],
+        "scheduling.default_plan": [wanted.default_plan] if wanted.default_plan else [],
+        "scheduling.fallback_plan": [wanted.fallback_plan] if wanted.fallback_plan else [],
+    }
+    for key, names in named.items():
+        for name in names:
+            found = table.gear(Signature.parse(name))
+            if isinstance(found, NoGear):
+                raise ConfigError(f"'{name}' has no gear: {found.reason}", key=key)
+            if not table.header.pool.covers(Signature.parse(name)):
+                raise ConfigError(
+                    f"'{name}' is not an allocation of this pool",
+                    key=key,
+                    hint=f"plans are called by their allocation, such as {table.header.pool}",
+                )

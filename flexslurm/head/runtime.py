@@ -20,6 +20,7 @@ from flexslurm.control.events import (
     ControlSettings,
     Cordon,
     Event,
+    GearPlanned,
     ReplicaBroken,
     Tick,
 )
@@ -30,11 +31,13 @@ from flexslurm.control.restore import restore_epoch
 from flexslurm.control.state import Control
 from flexslurm.engine.families import check_model
 from flexslurm.errors import FlexslurmError
+from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.observer import SequenceSummary
-from flexslurm.head.planning import ServicePlanner
+from flexslurm.head.plan_worker import Answer, PlanWorker
+from flexslurm.head.planning import ServicePlanner, plan_name
 from flexslurm.head.poller import JobPoller
 from flexslurm.head.status import status_answer
 from flexslurm.messages import (
@@ -88,9 +91,9 @@ def policy_settings(service: Service) -> PolicySettings:
         min_action_gap_s=decisions.min_action_gap_sec,
         migration_benefit_ratio=decisions.migration_benefit_ratio,
         eviction_risk_weight=decisions.eviction_risk_weight,
-        plans=None if plans.plans is None else tuple(plans.plans),
-        default_plan=plans.default_plan,
-        fallback_plan=plans.fallback_plan,
+        plans=None if plans.plans is None else tuple(map(plan_name, plans.plans)),
+        default_plan=plan_name(plans.default_plan) if plans.default_plan else None,
+        fallback_plan=plan_name(plans.fallback_plan) if plans.fallback_plan else None,
         window_s=60 * service.profiling.window_minutes,
     )
 
@@ -132,10 +135,11 @@ class Head:
             on_accept=self._on_accept,
             on_end=self._on_end,
         )
-        planner = ServicePlanner(self.service, self.site)
-        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken, planner.speeds)
+        self.plans = PlanWorker(directory.path, self._on_planned)
+        self.planner = ServicePlanner(self.service, self.site, self.plans.ask)
+        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken, self.planner.speeds)
         self.control = Control(
-            control_settings(self.service, self.site, self.incarnation), planner, epoch=epoch
+            control_settings(self.service, self.site, self.incarnation), self.planner, epoch=epoch
         )
         self.control.members.cordoned |= cordoned
         self.controller = Controller(self.control, self.effects, time.monotonic)
@@ -181,6 +185,7 @@ class Head:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name, 0.0)
+        self._open_table(or_plan=True)
         address = node_address(self.site.network)
         self.socket = HeadSocket(self.directory.keys(), self._hear, host="0.0.0.0")  # noqa: S104
         self.effects.bind(self.socket)
@@ -204,7 +209,10 @@ class Head:
         return 0
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
-        tasks = [asyncio.create_task(self._ticking(), name="tick")]
+        tasks = [
+            asyncio.create_task(self._ticking(), name="tick"),
+            asyncio.create_task(self.plans.run(), name="plan"),
+        ]
         pilots = self.directory.pilots()
         if pilots is not None:
             submitter = submitter_for(pilots.cluster, self.site, self.directory, pilots.allocation)
@@ -213,6 +221,24 @@ class Head:
             )
             tasks.append(asyncio.create_task(self.poller.run(), name="poll"))
         return tasks
+
+    def _open_table(self, *, or_plan: bool) -> None:
+        table, why_not = self.planner.fitting_table(self.directory.gears)
+        if table is not None:
+            self.planner.book.use(table)
+            log.info("the gear table has %d allocations", len(table))
+        elif or_plan:
+            log.warning("%s: it is made now", why_not)
+            self.plans.ask(None)
+        else:
+            log.warning("%s: gears are planned as they are needed", why_not)
+
+    def _on_planned(self, signature: Signature | None, answer: Answer) -> None:
+        if signature is None:
+            self._open_table(or_plan=False)
+        else:
+            self.planner.book.learn(signature, answer)
+        self._tell(GearPlanned())
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
         """Until a stop is asked for; a task that fails fails the head."""

@@ -197,6 +197,9 @@ class AllocationSubmitter:
     def _grace(self) -> dict[str, float]:
         return {name: partition.grace for name, partition in self.site.partitions.items()}
 
+    def find(self, name: str) -> list[str]:
+        return self._steps.find(name)
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         self._steps.cancel(job_ids)
 

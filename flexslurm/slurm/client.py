@@ -113,15 +113,25 @@ class SlurmClient:
         """
         if not ids:
             return {}
+        now = time.time()
+        wanted = set(ids)
+        rows = [row for row in self._rows() if row["jobid"] in wanted]
+        rows = [self._whole(row) if jobs.cut_off(row) else row for row in rows]
+        return jobs.by_id([jobs.job_info(row, now, grace_s or {}) for row in rows], list(ids))
+
+    def named(self, name: str, folder: Path) -> list[str]:
+        """Ids of our jobs of this name that are not over and were submitted from `folder`."""
+        now = time.time()
+        found = (jobs.job_info(row, now, {}) for row in self._rows() if row["name"] == name)
+        ids = [info.id for info in found if not info.state.over]
+        return [i for i in ids if self.job_record(i).get("WorkDir") == str(folder)]
+
+    def _rows(self) -> list[dict[str, str]]:
         done = self.call(
             "squeue", f"--user={os.geteuid()}", "--states=all", "--noheader", "--array",
             f"--Format={jobs.format_option()}",
         )  # fmt: skip
-        now = time.time()
-        wanted = set(ids)
-        rows = [row for row in jobs.split_rows(done.out) if row["jobid"] in wanted]
-        rows = [self._whole(row) if jobs.cut_off(row) else row for row in rows]
-        return jobs.by_id([jobs.job_info(row, now, grace_s or {}) for row in rows], list(ids))
+        return jobs.split_rows(done.out)
 
     def _whole(self, row: dict[str, str]) -> dict[str, str]:
         """A row with a value that squeue may have cut, from scontrol, which cuts nothing."""

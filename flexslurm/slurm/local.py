@@ -66,6 +66,10 @@ class LocalSubmitter:
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
         return {job_id: self._state(job_id) for job_id in job_ids}
 
+    def find(self, name: str) -> list[str]:
+        found = [p.parent.name for p in self._jobs.glob("local-*/job.json") if _name(p) == name]
+        return sorted(i for i in found if not self._state(i).state.over)
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
             keeper = self._keeper(job_id)
@@ -204,6 +208,10 @@ class LocalSubmitter:
         roots = self._tasks_left(job_id)
         for process in processes.with_descendants(roots, processes.everything()):
             processes.send(process, signal.SIGKILL)
+
+
+def _name(path: Path) -> str:
+    return str(_read(path).get("name"))
 
 
 def _boot() -> str:

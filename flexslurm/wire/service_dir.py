@@ -8,6 +8,7 @@ SERVICE_DIR/            0700
   head.json             where the head is: replaced at each start of a head
   head.lock             held by the living head, where the file system can lock
   journal.log           what the head decided
+  gears.table           a gear for each allocation of the pool
   logs/                 head, agents, workers
   jobs/                 submitit's files
 """
@@ -72,6 +73,7 @@ class ServiceDir:
         self.service = self.path / "service.yaml"
         self.site = self.path / "site.yaml"
         self.journal = self.path / "journal.log"
+        self.gears = self.path / "gears.table"
         self.logs = self.path / "logs"
         self.jobs = self.path / "jobs"
         self._keys = self.path / "keys.json"

@@ -1,0 +1,73 @@
+"""The gears of a running service, looked up in microseconds; never plans and never waits.
+
+An allocation that the table does not have gets the best gear that the table's allocations within
+it have, at once, and is asked for; whoever plans brings the exact gear by `learn`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from flexslurm.gear import Gear, NoGear, Signature
+from flexslurm.planner.table import GearTable
+
+MOST_KNOWN = 4096
+"""Gears that are held decoded; the least used go first."""
+MOST_ASKED = 64
+"""Gears that are being planned; beyond, stand-ins are given and nothing is asked."""
+
+Found = Gear | NoGear
+
+
+class GearBook:
+    """Gears by signature: planned ones, the table's, and stand-ins for what is being planned."""
+
+    def __init__(self, ask: Callable[[Signature], None]) -> None:
+        """`ask` is called, once until the answer comes, with a signature to plan."""
+        self._ask = ask
+        self._table: GearTable | None = None
+        self._known: OrderedDict[Signature, Found] = OrderedDict()
+        self._asked: dict[Signature, Found] = {}
+        """With the stand-in that is given until the answer comes."""
+
+    def use(self, table: GearTable) -> None:
+        """Look gears up in this table from now on."""
+        self._table = table
+        self._known.clear()
+
+    def choose(self, signature: Signature) -> Found:
+        """The exact gear where it is known, else a stand-in."""
+        found = self._known.get(signature)
+        if found is not None:
+            self._known.move_to_end(signature)
+            return found
+        found = self._table.gear(signature) if self._table is not None else None
+        if found is not None:
+            self._remember(signature, found)
+            return found
+        if signature in self._asked:
+            return self._asked[signature]
+        stand_in = self._stand_in(signature)
+        if len(self._asked) < MOST_ASKED:
+            self._asked[signature] = stand_in
+            self._ask(signature)
+        return stand_in
+
+    def learn(self, signature: Signature, found: Found | None) -> None:
+        """What was planned; None: planning failed, and the stand-in stays."""
+        stand_in = self._asked.pop(signature, None)
+        answer = found if found is not None else stand_in
+        if isinstance(answer, NoGear) and found is None:
+            answer = NoGear(signature, "its gear could not be planned; the head's log says why")
+        if answer is not None:
+            self._remember(signature, answer)
+
+    def _remember(self, signature: Signature, found: Found) -> None:
+        self._known[signature] = found
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _stand_in(self, signature: Signature) -> Found:
+        gear = self._table.dominated(signature) if self._table is not None else None
+        return gear or NoGear(signature, f"the gear of {signature} is still being planned")

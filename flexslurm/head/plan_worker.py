@@ -1,0 +1,89 @@
+"""Has gears planned in a process of its own, one after the other; the event loop never plans."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from flexslurm.gear import Gear, NoGear, Signature
+from flexslurm.head.plan_process import plan_command, read_answer
+
+log = logging.getLogger(__name__)
+
+GEAR_S = 180.0
+TABLE_S = 900.0
+
+Answer = Gear | NoGear | None
+"""None: planning failed; of a table: it is done."""
+
+
+class PlanWorker:
+    """What is to be planned: single gears, and beside them the table."""
+
+    def __init__(self, directory: Path, tell: Callable[[Signature | None, Answer], None]) -> None:
+        """`tell` is called on the loop: an allocation and its answer, or None for the table."""
+        self._directory, self._tell = directory, tell
+        self._waiting: dict[Signature | None, None] = {}
+        self._wake = asyncio.Event()
+
+    def ask(self, signature: Signature | None) -> None:
+        """Plan this allocation, or the table; once, however often it is asked for meanwhile.
+
+        Whoever asks bounds how many answers are awaited.
+        """
+        self._waiting.setdefault(signature)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Plan until cancelled; the processes under way then end with this."""
+        table: asyncio.Task[None] | None = None
+        try:
+            while True:
+                self._wake.clear()
+                if None in self._waiting and (table is None or table.done()):
+                    table = asyncio.create_task(self._answer(None), name="plan table")
+                wanted = next((s for s in self._waiting if s is not None), None)
+                if wanted is not None:
+                    await self._answer(wanted)
+                else:
+                    await self._wake.wait()
+        finally:
+            if table is not None:
+                table.cancel()
+                await asyncio.gather(table, return_exceptions=True)
+
+    async def _answer(self, wanted: Signature | None) -> None:
+        answer = await self._plan(wanted)
+        del self._waiting[wanted]
+        self._tell(wanted, answer)
+
+    async def _plan(self, signature: Signature | None) -> Answer:
+        what = f"the gear of {signature}" if signature is not None else "the gear table"
+        log.info("planning %s", what)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *plan_command(self._directory, signature),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            log.warning("%s cannot be planned: %s", what, error.strerror)
+            return None
+        try:
+            limit_s = GEAR_S if signature is not None else TABLE_S
+            out, _ = await asyncio.wait_for(process.communicate(), limit_s)
+            if process.returncode:
+                log.warning("%s could not be planned (exit code %s)", what, process.returncode)
+                return None
+            return read_answer(out) if signature is not None else None
+        except (TimeoutError, ValueError) as error:
+            log.warning("%s could not be planned: %s", what, str(error) or "it took too long")
+            return None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
