@@ -542,6 +542,22 @@ class CordonAsk(Message, frozen=True, tag="ask.cordon"):
     cordon: bool = True
 
 
+class NotifyAsk(Message, frozen=True, tag="ask.notify"):
+    """What one of Slurm's hooks has seen; `slurm.notices` says what it means for the pilots."""
+
+    event: str
+    """A word of `slurm.notices.HookEvent`."""
+    source: str
+    """Which hook: `epilog`, `strigger`, …"""
+    job_id: str | None = None
+    nodes: tuple[str, ...] = ()
+    grace_s: float | None = None
+    """Seconds until the end, where the hook knows."""
+    restarts: int | None = None
+    """Which run of the job, as SLURM_RESTART_COUNT counts; None: the hook was not told."""
+    reason: str = ""
+
+
 class AskRefused(Message, frozen=True, tag="answer.refused"):
     message: str
     hint: str | None = None
@@ -610,7 +626,7 @@ FromWorker = (
     | RendezvousGet
     | RendezvousAdd
 )
-FromCli = StatusAsk | StopAsk | CordonAsk
+FromCli = StatusAsk | StopAsk | CordonAsk | NotifyAsk
 ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ReleaseAgent
 ToWorker = (
     WorkerWelcome

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +35,10 @@ class Submitter(Protocol):
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
         """An answer for every id, in one call; raises SlurmUnavailable where nothing is known."""
+        ...
+
+    def find(self, name: str) -> list[str]:
+        """Ids of the service's jobs of this name that are not over; raises SlurmUnavailable."""
         ...
 
     def cancel(self, job_ids: Sequence[str]) -> None:
@@ -64,6 +69,9 @@ class SlurmSubmitter:
         grace = {name: partition.grace for name, partition in self.site.partitions.items()}
         return self.client.jobs(job_ids, grace)
 
+    def find(self, name: str) -> list[str]:
+        return self.client.named(name, self._folder)
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         self.client.cancel(job_ids)
 
@@ -74,6 +82,8 @@ class SlurmSubmitter:
         return "\n".join(lines) + "\n"
 
     def script(self, spec: PilotSpec | HeadSpec, command: Sequence[str]) -> BatchScript:
+        # Hooks know our jobs, and find the service, by this line of the script.
+        spec = replace(spec, env={**spec.env, "FLEXSLURM_SERVICE_DIR": str(self._folder.parent)})
         if isinstance(spec, HeadSpec):
             return head_script(spec, self.site, command)
         return pilot_script(spec, self.site, command)

@@ -33,8 +33,8 @@ _START_TRIES = 4
 _LEFT = {"sandbox.lock", "log"}
 # The state file goes last: while it is there, `down` knows what there was.
 _FILES = (
-    "slurm.conf", "gres.conf", "plugstack.conf", "munge.key", "munge.seed", "site.yaml",
-    "sandbox.json",
+    "slurm.conf", "gres.conf", "plugstack.conf", "job_submit.lua", "cli_filter.lua", "munge.key",
+    "munge.seed", "site.yaml", "sandbox.json",
 )  # fmt: skip
 
 

@@ -68,6 +68,12 @@ class SandboxConfig(Section):
     slurmd_timeout: Seconds = Field(60.0, ge=10, description="Silence that makes a node DOWN.")
     slurm_conf: list[str] = Field(default_factory=list, description="Further slurm.conf lines.")
     plugstack: list[str] = Field(default_factory=list, description="Lines of plugstack.conf.")
+    job_submit_lua: str | None = Field(
+        None, description="A job_submit.lua for slurmctld; a path, relative to where `up` runs."
+    )
+    cli_filter_lua: str | None = Field(
+        None, description="A cli_filter.lua for sbatch, salloc and srun; a path, as above."
+    )
 
     @model_validator(mode="after")
     def _names_fit(self) -> SandboxConfig:

@@ -120,6 +120,10 @@ def slurm_conf(
     ]
     if config.plugstack:
         lines.append(f"PlugStackConfig={layout.plugstack}")
+    if config.job_submit_lua is not None:
+        lines.append("JobSubmitPlugins=lua")
+    if config.cli_filter_lua is not None:
+        lines.append("CliFilterPlugins=cli_filter/lua")
     lines += config.slurm_conf
     lines += [_node_line(config, group, ports, host) for group in config.nodes]
     lines += [_partition_line(config, name) for name in config.partitions]

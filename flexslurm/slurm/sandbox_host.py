@@ -162,6 +162,21 @@ def write_files(config: SandboxConfig, layout: Layout, ports: Mapping[str, int],
     _write(layout.site, site_yaml(config, layout.conf))
     if config.plugstack:
         _write(layout.plugstack, "\n".join(config.plugstack) + "\n")
+    for name, source in lua_files(config).items():
+        _write(layout.home / name, _read_lua(Path(source)))
+
+
+def lua_files(config: SandboxConfig) -> dict[str, str]:
+    """Slurm's name of each Lua plugin asked for, which lies beside slurm.conf, and its source."""
+    given = {"job_submit.lua": config.job_submit_lua, "cli_filter.lua": config.cli_filter_lua}
+    return {name: source for name, source in given.items() if source is not None}
+
+
+def _read_lua(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read the Lua plugin {path}: {error.strerror}") from error
 
 
 def _write(path: Path, content: str | bytes) -> None:

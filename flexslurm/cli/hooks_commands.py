@@ -1,0 +1,155 @@
+"""`flexslurm hooks`: lists, prints and writes what an admin may install; never restarts Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flexslurm.cli.main import CommandGroup
+
+if TYPE_CHECKING:
+    from flexslurm.config.site import Site
+    from flexslurm.slurm.hook_files import Hook
+
+_SITE = click.option(
+    "--site",
+    "site_file",
+    metavar="SITE.yaml",
+    type=click.Path(path_type=Path),
+    envvar="FLEXSLURM_SITE",
+    help="Limits for the Lua hooks, and the names of Slurm's commands.",
+)
+
+
+@click.group(cls=CommandGroup)
+def hooks() -> None:
+    """Hooks for Slurm that an admin may install; each is optional, polling is the base."""
+
+
+@hooks.command("list")
+def list_hooks() -> None:
+    """Which hooks there are, what each does, and where it runs."""
+    from flexslurm.slurm.hook_files import HOOKS
+
+    width = max(map(len, HOOKS))
+    for hook in HOOKS.values():
+        click.echo(f"{hook.name:{width}}  {hook.words} (on {hook.runs_on})")
+
+
+@hooks.command()
+@click.argument("name")
+@_SITE
+def show(name: str, site_file: Path | None) -> None:
+    """Print a hook's files as they would be installed, and the lines that go with them."""
+    from flexslurm.slurm.hook_files import hook_named, hook_text
+
+    hook = hook_named(name)
+    site = _site(site_file)
+    for packaged, installed in hook.files:
+        click.echo(f"==> {installed} <==")
+        click.echo(hook_text(packaged, site, own_command()))
+    for line in hook.lines:
+        click.echo(f"# {line.format(dir='DIR')}")
+
+
+@hooks.command()
+@click.argument("name")
+@click.option(
+    "--to",
+    "directory",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the files go; all hosts that run the hook must see it.",
+)
+@_SITE
+@click.option("--force", is_flag=True, help="Replace files that are there and differ.")
+@click.option(
+    "--register", is_flag=True, help="strigger: set the triggers as well (as SlurmUser)."
+)  # fmt: skip
+def install(
+    name: str, directory: Path, site_file: Path | None, force: bool, register: bool
+) -> None:
+    """Write a hook's files, and say what is left to do."""
+    from flexslurm.slurm.hook_files import hook_named
+
+    hook = hook_named(name)
+    site = _site(site_file)
+    directory = directory.absolute()
+    for path in _write(hook, directory, site, force):
+        click.echo(f"wrote {path}")
+    for warning in warnings_of(hook, own_command()):
+        click.echo(f"note: {warning}")
+    if register and hook.name == "strigger":
+        _register(directory, site)
+        return
+    click.echo("then:")
+    for line in hook.lines:
+        click.echo(f"  {line.format(dir=directory)}")
+
+
+def own_command() -> list[str]:
+    """How a hook starts this flexslurm: the script beside this Python, or the module."""
+    beside = Path(sys.executable).parent / "flexslurm"
+    if beside.is_file():
+        return [str(beside)]
+    found = shutil.which("flexslurm")
+    program = "from flexslurm.cli.main import main; main()"
+    return [found] if found else [sys.executable, "-c", program]
+
+
+def _site(path: Path | None) -> Site | None:
+    from flexslurm.config.sources import load_site
+
+    return None if path is None else load_site(path).value
+
+
+def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[Path]:
+    from flexslurm.errors import EnvironmentFault
+    from flexslurm.slurm.hook_files import hook_text
+
+    texts = {
+        directory / installed: hook_text(packaged, site, own_command(), str(directory))
+        for packaged, installed in hook.files
+    }
+    for path, text in texts.items():
+        if not force and path.exists() and path.read_text(errors="replace") != text:
+            raise EnvironmentFault(
+                f"{path} is there and differs",
+                hint="--force replaces it; a site's own file can call ours, as its head says",
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text, encoding="utf-8")
+        part.chmod(0o755 if hook.executable else 0o644)
+        part.replace(path)
+    return list(texts)
+
+
+def warnings_of(hook: Hook, command: list[str]) -> list[str]:
+    """What an admin should know before root runs this."""
+    if not hook.executable:
+        return []
+    program = Path(command[0]).resolve()
+    owners = {path.stat().st_uid for path in (program, *program.parents)} - {0}
+    if not owners:
+        return []
+    return [
+        f"{program} or a directory above it is not root's: whoever owns it would run code as the "
+        "hooks' user; install flexslurm where only root writes"
+    ]
+
+
+def _register(directory: Path, site: Site | None) -> None:
+    from flexslurm.slurm.client import SlurmClient
+    from flexslurm.slurm.hook_files import trigger_arguments
+
+    client = SlurmClient(None if site is None else site.slurm)
+    for arguments in trigger_arguments(directory):
+        client.call("strigger", *arguments)
+        click.echo(f"set: strigger {' '.join(arguments)}")

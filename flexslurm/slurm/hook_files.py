@@ -1,0 +1,170 @@
+"""The hooks that an admin may install: which there are, their files, and the lines that go with
+them; pure but for reading the packaged files, installs nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from flexslurm.config.site import Partition, Site
+from flexslurm.errors import ConfigError
+from flexslurm.slurm.script import slurm_type
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One hook: its packaged files, and how Slurm is told of it."""
+
+    name: str
+    words: str
+    runs_on: str
+    files: tuple[tuple[str, str], ...]
+    """`(packaged file, installed name)`."""
+    lines: tuple[str, ...]
+    """What to do after the files are there; `{dir}` is where they are."""
+    executable: bool = True
+
+
+_STRIGGERS = (("node-down", "--down"), ("node-drain", "--drained"), ("node-up", "--up"))
+
+HOOKS: dict[str, Hook] = {
+    hook.name: hook
+    for hook in (
+        Hook(
+            "job_submit",
+            "refuses what the site file rules out, asks for a requeue, marks the jobs",
+            "slurmctld's host",
+            (("job_submit.lua", "job_submit.lua"),),
+            (
+                "put job_submit.lua beside slurm.conf (a site with its own: see the file's head)",
+                "slurm.conf: JobSubmitPlugins=lua",
+                "scontrol reconfigure",
+            ),
+            executable=False,
+        ),
+        Hook(
+            "cli_filter",
+            "adds --signal, --requeue and --open-mode=append, says what is wrong at submission",
+            "login nodes",
+            (("cli_filter.lua", "cli_filter.lua"),),
+            (
+                "put cli_filter.lua beside slurm.conf (a site with its own: see the file's head)",
+                "slurm.conf: CliFilterPlugins=cli_filter/lua",
+            ),
+            executable=False,
+        ),
+        Hook(
+            "spank",
+            "--flexslurm-service: the steps get the site file and the addresses of the service",
+            "login and compute nodes",
+            (("spank/flexslurm.c", "flexslurm.c"), ("spank/Makefile", "Makefile")),
+            (
+                "make -C {dir} install",
+                "plugstack.conf: optional flexslurm.so services=DIR site=FILE",
+            ),
+            executable=False,
+        ),
+        Hook(
+            "prolog",
+            "tells the service that its job begins",
+            "compute nodes",
+            (("prolog.sh", "prolog.sh"),),
+            ("slurm.conf: Prolog={dir}/prolog.sh", "scontrol reconfigure"),
+        ),
+        Hook(
+            "epilog",
+            "tells the service that its job has ended",
+            "compute nodes",
+            (("epilog.sh", "epilog.sh"),),
+            ("slurm.conf: Epilog={dir}/epilog.sh", "scontrol reconfigure"),
+        ),
+        Hook(
+            "prolog_slurmctld",
+            "as prolog, told once by the controller's host",
+            "slurmctld's host",
+            (("prolog_slurmctld.sh", "prolog_slurmctld.sh"),),
+            ("slurm.conf: PrologSlurmctld={dir}/prolog_slurmctld.sh", "scontrol reconfigure"),
+        ),
+        Hook(
+            "epilog_slurmctld",
+            "as epilog, told once by the controller's host",
+            "slurmctld's host",
+            (("epilog_slurmctld.sh", "epilog_slurmctld.sh"),),
+            ("slurm.conf: EpilogSlurmctld={dir}/epilog_slurmctld.sh", "scontrol reconfigure"),
+        ),
+        Hook(
+            "strigger",
+            "tells the services which nodes went down, drained or came back",
+            "slurmctld's host",
+            tuple(("strigger.sh", f"{event}.sh") for event, _ in _STRIGGERS),
+            tuple(
+                f"as SlurmUser: strigger --set --node {option} --flags=PERM "
+                f"--program={{dir}}/{event}.sh"
+                for event, option in _STRIGGERS
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+def hook_named(name: str) -> Hook:
+    """Raises ConfigError for a hook that does not exist."""
+    key = name.replace("-", "_")
+    if key not in HOOKS:
+        raise ConfigError(f"there is no hook '{name}'", hint=f"there are {', '.join(HOOKS)}")
+    return HOOKS[key]
+
+
+def trigger_arguments(directory: Path) -> list[list[str]]:
+    """Arguments of strigger that register its programs, one list a trigger."""
+    return [
+        ["--set", "--node", option, "--flags=PERM", f"--program={directory}/{event}.sh"]
+        for event, option in _STRIGGERS
+    ]
+
+
+def hook_text(
+    packaged: str, site: Site | None, command: Sequence[str], directory: str = "/etc/slurm"
+) -> str:
+    """A file as it is to be installed: the limits of the site and the command's place filled in.
+
+    Raises ConfigError where a name of the site file cannot stand in the file.
+    """
+    path = resources.files("flexslurm.slurm") / "hooks" / packaged
+    text = path.read_text(encoding="utf-8")
+    squeue = "squeue" if site is None else site.slurm.commands.get("squeue", "squeue")
+    return (
+        text.replace("--@LIMITS@", "" if site is None else _limits(site))
+        .replace("@HERE@", directory)
+        .replace("@FLEXSLURM@", shlex.join(command))
+        .replace("@SQUEUE@", shlex.quote(squeue))
+    )
+
+
+def _limits(site: Site) -> str:
+    return "\n".join(
+        f"   [{_lua(name)}] = {{{_limits_of(partition, site)}}},"
+        for name, partition in site.partitions.items()
+    )
+
+
+def _limits_of(partition: Partition, site: Site) -> str:
+    types = ", ".join(_lua(slurm_type(name, site)) for name in partition.gpu_types)
+    parts = [f"types = {{{types}}}", f"requeue = {str(partition.requeue).lower()}"]
+    if partition.max_walltime is not None:
+        parts.append(f"max_minutes = {max(1, int(partition.max_walltime // 60))}")
+    if partition.gpus_per_node is not None:
+        parts.append(f"gpus_per_node = {partition.gpus_per_node}")
+    return ", ".join(parts)
+
+
+def _lua(text: str) -> str:
+    """A Lua string. Raises ConfigError for what no name of Slurm's has."""
+    if not text.isprintable() or not text.isascii():
+        raise ConfigError(f"the name {text!r} cannot stand in a Lua file")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,21 @@
+#!/bin/sh
+# flexslurm: program of a strigger, named after what it watches (node-down, node-drain, node-up).
+# Slurm gives it the nodes. It tells every service that has jobs; each knows whether the nodes are
+# its own. Returns at once, with status 0: the telling goes on without it, and only for some seconds.
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+if [ "${2:-}" != telling ]; then
+    setsid -f timeout -k 1 20 "$0" "${1:-}" telling </dev/null >/dev/null 2>&1
+    exit 0
+fi
+nodes=$1
+event=$(basename "$0" .sh)
+me=$(id -u)
+@SQUEUE@ --noheader --all --format='%U %k' | sort -u | while read -r user comment; do
+    case $comment in flexslurm:/*) ;; *) continue ;; esac
+    become='sudo -n'
+    if [ "$me" = 0 ] || [ "$me" = "$user" ]; then become=; fi
+    timeout -k 1 5 $become @FLEXSLURM@ notify "$event" --source strigger --nodes "$nodes" \
+        --service-dir "${comment#flexslurm:}" --uid "$user" </dev/null &
+done
+wait
+exit 0

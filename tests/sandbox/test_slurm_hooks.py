@@ -1,0 +1,286 @@
+"""Our hooks in a real Slurm: what they add, what they refuse, and that they delay no job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from submitter_suite import wait
+
+from flexslurm.config.schema import load_section, parse_section
+from flexslurm.config.site import Site
+from flexslurm.slurm.client import SlurmClient
+from flexslurm.slurm.hook_files import HOOKS, hook_text, trigger_arguments
+from flexslurm.slurm.sandbox import Sandbox
+from flexslurm.slurm.sandbox_config import SandboxConfig
+from flexslurm.wire.service_dir import HeadAddress, ServiceDir
+
+HEADERS = Path("/usr/include/slurm/spank.h")
+LIMITS = """\
+name: limits
+gpu_types: {a100: {model: a100-80}}
+partitions:
+  low: {gpu_types: [a100], gpus_per_node: 2, max_walltime: 2h, requeue: true}
+  once: {gpu_types: [a100], requeue: false}
+"""
+SANDBOX = """\
+nodes:
+  g: {{gpu_type: a100, gpus: 4}}
+gpu_types: {{a100: {{}}}}
+partitions:
+  low: {{nodes: [g], default: true}}
+  once: {{nodes: [g]}}
+job_submit_lua: {hooks}/job_submit.lua
+cli_filter_lua: {hooks}/cli_filter.lua
+plugstack: [{plugstack}]
+slurm_conf:
+- Prolog={hooks}/prolog.sh
+- Epilog={hooks}/epilog.sh
+- PrologSlurmctld={hooks}/prolog_slurmctld.sh
+- EpilogSlurmctld={hooks}/epilog_slurmctld.sh
+- JobRequeue=0
+"""
+
+
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All hooks as installed; in place of flexslurm, a program that notes what it is told."""
+    where = tmp_path_factory.mktemp("hooks")
+    teller = where / "teller"
+    teller.write_text(f'#!/bin/sh\necho "$@" >>{where}/told\n[ ! -e {where}/hang ] || sleep 60\n')
+    teller.chmod(0o755)
+    site = parse_section(Site, LIMITS, "limits.yaml")
+    for hook in HOOKS.values():
+        for packaged, installed in hook.files:
+            path = where / installed
+            path.write_text(hook_text(packaged, site, [str(teller)], str(where)))
+            path.chmod(0o755 if hook.executable else 0o644)
+    return where
+
+
+@pytest.fixture(scope="module")
+def plugin(hooks: Path) -> Path | None:
+    """The SPANK plugin, built as its page says; None where it cannot be built here."""
+    if not HEADERS.is_file() or shutil.which("make") is None or shutil.which("cc") is None:
+        return None
+    subprocess.run(["make", "-C", str(hooks)], check=True, capture_output=True)
+    return hooks / "flexslurm.so"
+
+
+@pytest.fixture(scope="module")
+def box(
+    hooks: Path, plugin: Path | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sandbox]:
+    spank = "" if plugin is None else f"optional {plugin} services={hooks}/services"
+    text = SANDBOX.format(hooks=hooks, plugstack=spank)
+    box = Sandbox(tmp_path_factory.mktemp("box"), parse_section(SandboxConfig, text, "s.yaml"))
+    box.up()
+    yield box
+    box.down()
+
+
+@pytest.fixture
+def client(box: Sandbox) -> Iterator[SlurmClient]:
+    client = SlurmClient(load_section(Site, box.site_file).slurm)
+    yield client
+    client.call("scancel", f"--user={os.geteuid()}")
+    wait(lambda: not client.call("squeue", "-h").out.strip(), 20, "all jobs are gone")
+
+
+@pytest.fixture
+def needs_spank(plugin: Path | None) -> None:
+    if plugin is None:
+        pytest.skip("building the SPANK plugin needs Debian's packages libslurm-dev gcc make")
+
+
+def script(where: Path, body: str = "sleep 30\n") -> Path:
+    path = where / "job.sh"
+    path.write_text("#!/bin/bash\n" + body)
+    return path
+
+
+def told(hooks: Path) -> list[str]:
+    path = hooks / "told"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def refusal(client: SlurmClient, path: Path, *options: str) -> str:
+    done = client._try("sbatch", "--parsable", "--output=/dev/null", *options, str(path))
+    assert done.code != 0, options
+    return done.err
+
+
+def test_a_job_of_ours_gets_what_it_needs(client: SlurmClient, tmp_path: Path) -> None:
+    options = ("--output=/dev/null", "--job-name=flexslurm-x")
+    job = client.submit(script(tmp_path), *options, "--partition=low")
+    record = client.job_record(job.base)
+    assert record["Requeue"] == "1" and record["Comment"] == "flexslurm"
+    once = client.submit(script(tmp_path), *options, "--partition=once")
+    assert client.job_record(once.base)["Requeue"] == "0"
+    # the signal and the open mode are not in scontrol's words, but in sbatch's
+    shown = client._try(
+        "sbatch", "--test-only", "-vv", "--partition=low", *options, str(script(tmp_path))
+    )
+    words = " ".join(shown.err.lower().split())
+    assert "open-mode" in words and "signal" in words, shown.err
+
+
+def test_what_a_user_chose_stays(client: SlurmClient, tmp_path: Path) -> None:
+    job = client.submit(
+        script(tmp_path), "--output=/dev/null", "--job-name=flexslurm-x", "--no-requeue",
+        "--comment=mine",
+    )  # fmt: skip
+    record = client.job_record(job.base)
+    assert (record["Requeue"], record["Comment"]) == ("0", "mine")
+
+
+def test_other_jobs_are_left_alone(client: SlurmClient, tmp_path: Path) -> None:
+    job = client.submit(
+        script(tmp_path), "--output=/dev/null", "--partition=low", "--time=600", "--gres=gpu:4"
+    )
+    record = client.job_record(job.base)
+    assert record["Requeue"] == "0" and "Comment" not in record
+
+
+def test_the_site_file_s_limits(client: SlurmClient, tmp_path: Path) -> None:
+    path = script(tmp_path)
+    ours = ("--job-name=flexslurm-x", "--partition=low")
+    assert "at most 2 GPUs" in refusal(client, path, *ours, "--gres=gpu:a100:4")
+    assert "has no GPU type 'h100'" in refusal(client, path, *ours, "--gres=gpu:h100:1")
+    assert "allows 120 minutes" in refusal(client, path, *ours, "--time=3:00:00")
+    assert "--gres=gpu:rtx4090:1" in refusal(client, path, *ours, "--gres=gpu/rtx4090:1")
+    client.submit(path, *ours, "--gres=gpu:a100:2", "--time=2:00:00", "--output=/dev/null")
+
+
+def test_the_controller_refuses_alone(client: SlurmClient, box: Sandbox, tmp_path: Path) -> None:
+    """Known by the script's line; the client's filter, which knows no scripts, lets it through."""
+    path = script(tmp_path, f"\nexport FLEXSLURM_SERVICE_DIR={tmp_path}/svc\nsleep 30\n")
+    assert "allows 120 minutes" in refusal(client, path, "--partition=low", "--time=3:00:00")
+    job = client.submit(path, "--partition=low", "--output=/dev/null")
+    assert client.job_record(job.base)["Comment"] == f"flexslurm:{tmp_path}/svc"
+
+
+def test_prolog_and_epilog_tell_and_delay_nobody(
+    client: SlurmClient, hooks: Path, tmp_path: Path
+) -> None:
+    """With a service that hangs: the job runs and ends as fast as without."""
+    (hooks / "hang").touch()
+    try:
+        before = len(told(hooks))
+        plain_s = _run_s(client)
+        ours_s = _run_s(client, f"--comment=flexslurm:{tmp_path}")
+        assert ours_s < plain_s + 1.0
+        wait(lambda: len(told(hooks)) >= before + 4, 10, "all four scripts have told")
+        words = {line.split()[1] for line in told(hooks)[before:]}
+        assert words == {"job-start", "job-end"}
+        nodes = client.nodes()
+        assert [node.state.base for node in nodes] == ["IDLE"]
+    finally:
+        (hooks / "hang").unlink()
+        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+
+
+def _run_s(client: SlurmClient, *options: str) -> float:
+    """How long a job takes from its submission to its end."""
+    began = time.monotonic()
+    assert client.call("srun", "--partition=low", *options, "hostname").out
+    return time.monotonic() - began
+
+
+def _tellers(hooks: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if f"{hooks}/teller" in line:
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog", "prolog_slurmctld", "epilog_slurmctld"])
+def test_a_script_returns_at_once(hooks: Path, tmp_path: Path, name: str) -> None:
+    (hooks / "hang").touch()
+    try:
+        env = {"SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": f"flexslurm:{tmp_path}"}
+        began = time.monotonic()
+        done = subprocess.run([str(hooks / f"{name}.sh")], env=env, check=False, timeout=10)
+        assert done.returncode == 0 and time.monotonic() - began < 1.0
+    finally:
+        (hooks / "hang").unlink()
+        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+
+
+def test_a_trigger_tells_of_a_node(client: SlurmClient, hooks: Path, tmp_path: Path) -> None:
+    """Slurm looks for triggers every 15 s."""
+    for arguments in trigger_arguments(hooks):
+        client.call("strigger", *arguments)
+    job = client.submit(
+        script(tmp_path), "--output=/dev/null", f"--comment=flexslurm:{tmp_path}/svc"
+    )
+    before = len(told(hooks))
+    client.call("scontrol", "update", "nodename=g1", "state=down", "reason=test")
+    try:
+        wait(
+            lambda: any(line.startswith("notify node-down") for line in told(hooks)[before:]),
+            40, "the trigger has told",
+        )  # fmt: skip
+        line = next(line for line in told(hooks)[before:] if "node-down" in line)
+        assert f"--nodes g1 --service-dir {tmp_path}/svc --uid {os.geteuid()}" in line
+    finally:
+        client.call("scontrol", "update", "nodename=g1", "state=resume")
+        client.cancel([job.base])
+        client.call("strigger", "--clear", f"--user={os.geteuid()}")
+
+
+@pytest.mark.usefixtures("needs_spank")
+def test_the_steps_know_their_service(client: SlurmClient, hooks: Path) -> None:
+    service = ServiceDir(hooks / "services" / "chat")
+    service.create()
+    service.site.write_text("name: x\n")
+    service.publish_head(HeadAddress("h", "tcp://10.0.0.7:4001", "http://10.0.0.7:80", "n", 1))
+    wanted = {
+        "FLEXSLURM_SERVICE_DIR": str(service.path),
+        "FLEXSLURM_SITE": str(service.site),
+        "FLEXSLURM_CONTROL": "tcp://10.0.0.7:4001",
+        "FLEXSLURM_API": "http://10.0.0.7:80",
+    }
+    for given in ("chat", str(service.path)):
+        out = client.call("srun", f"--flexslurm-service={given}", "env").out
+        lines = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+        lines.pop("FLEXSLURM_TEST_SESSION", None)  # the tests' own
+        assert {k: v for k, v in lines.items() if k.startswith("FLEXSLURM_")} == wanted
+
+
+@pytest.mark.usefixtures("needs_spank")
+def test_a_service_that_is_not_there_hurts_nobody(client: SlurmClient, hooks: Path) -> None:
+    out = client.call("srun", "--flexslurm-service=nobody", "env").out
+    assert f"FLEXSLURM_SERVICE_DIR={hooks}/services/nobody" in out
+    assert "FLEXSLURM_CONTROL" not in out
+    pipe = ServiceDir(hooks / "services" / "pipe")
+    pipe.create()
+    os.mkfifo(pipe.path / "head.json")
+    assert "FLEXSLURM_CONTROL" not in client.call("srun", "--flexslurm-service=pipe", "env").out
+    assert "takes a service's name" in refusal(
+        client, script(hooks), "--flexslurm-service=two words"
+    )
+
+
+@pytest.mark.usefixtures("needs_spank")
+def test_the_prolog_finds_the_service_of_the_option(
+    client: SlurmClient, hooks: Path, tmp_path: Path
+) -> None:
+    before = len(told(hooks))
+    client.call("srun", f"--flexslurm-service={tmp_path}/svc", "true")
+    wait(lambda: len(told(hooks)) >= before + 4, 10, "all four scripts have told")
+    assert {line.split()[line.split().index("--source") + 1] for line in told(hooks)[before:]} == {
+        "prolog", "epilog", "prolog-slurmctld", "epilog-slurmctld"
+    }  # fmt: skip
+    assert all(f"--service-dir {tmp_path}/svc" in line for line in told(hooks)[before:])

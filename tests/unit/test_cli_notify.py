@@ -1,0 +1,142 @@
+"""`flexslurm notify` as hooks run it: what arrives, and that nothing makes it fail or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flexslurm.messages import AskDone, AskRefused, Message, NotifyAsk
+from flexslurm.wire.service_dir import HeadAddress, ServiceDir
+from flexslurm.wire.transport import HeadSocket
+
+# The bound is the command's own; a busy machine may start Python late.
+LIMIT_S = 3.0
+
+
+def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    program = "import sys; from flexslurm.cli.main import main; main()"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "notify", *arguments],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    return done, time.monotonic() - began
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> ServiceDir:
+    directory = ServiceDir(tmp_path / "service")
+    directory.create()
+    return directory
+
+
+def publish(directory: ServiceDir, port: int) -> None:
+    directory.publish_head(
+        HeadAddress("h-1", f"tcp://127.0.0.1:{port}", "http://127.0.0.1:1", "n", os.getpid())
+    )
+
+
+async def hear(
+    directory: ServiceDir, answer: Message, *arguments: str
+) -> tuple[list[Message], str]:
+    """What a head hears of one run, and what the run says."""
+    heard: list[Message] = []
+
+    def receive(sender: str, message: Message) -> None:
+        heard.append(message)
+        head.send(sender, answer)
+
+    head = HeadSocket(directory.keys(), receive, host="127.0.0.1")
+    try:
+        publish(directory, head.port)
+        done, _ = await asyncio.to_thread(run, *arguments, "--service-dir", str(directory.path))
+    finally:
+        head.close()
+    assert done.returncode == 0
+    return heard, done.stderr
+
+
+def test_the_head_hears_it(directory: ServiceDir) -> None:
+    heard, said = asyncio.run(
+        hear(
+            directory, AskDone(), "job-leaving", "--job", "7", "--grace", "12", "--source", "test",
+            "--nodes", "n[1-2]", "--restarts", "3",
+        )
+    )  # fmt: skip
+    assert heard == [
+        NotifyAsk(
+            event="job-leaving", source="test", job_id="7", nodes=("n1", "n2"), grace_s=12.0,
+            restarts=3,
+        )
+    ]  # fmt: skip
+    assert said == ""
+
+
+def test_a_refusal_is_said_and_no_failure(directory: ServiceDir) -> None:
+    _, said = asyncio.run(hear(directory, AskRefused(message="not today"), "node-up"))
+    assert "not today" in said
+
+
+def test_strange_keys_are_not_heard(directory: ServiceDir, tmp_path: Path) -> None:
+    other = ServiceDir(tmp_path / "other")
+    other.create()
+
+    async def go() -> tuple[list[Message], subprocess.CompletedProcess[str]]:
+        heard: list[Message] = []
+        head = HeadSocket(directory.keys(), lambda _, m: heard.append(m), host="127.0.0.1")
+        try:
+            publish(other, head.port)
+            done, _ = await asyncio.to_thread(run, "node-up", "--service-dir", str(other.path))
+        finally:
+            head.close()
+        return heard, done
+
+    heard, done = asyncio.run(go())
+    assert heard == [] and done.returncode == 0 and done.stderr
+
+
+def test_a_dead_service_delays_nobody(directory: ServiceDir) -> None:
+    with socket.socket() as silent:  # accepts connections in the kernel, and never says a word
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        publish(directory, silent.getsockname()[1])
+        done, took_s = run("job-end", "--job", "7", "--service-dir", str(directory.path))
+    assert done.returncode == 0 and took_s < LIMIT_S
+    assert "answer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["job-end", "--service-dir", "/nonexistent"],
+        ["job-end"],
+        ["earthquake", "--service-dir", "/tmp"],
+        ["node-down", "--service-dir", "/tmp", "--nodes", "n[3"],
+        ["node-down", "--service-dir", "/tmp", "--no-such-option"],
+        ["job-leaving", "--service-dir", "/tmp", "--grace", "soon"],
+    ],
+)
+def test_nothing_makes_it_fail(arguments: list[str]) -> None:
+    done, took_s = run(*arguments)
+    assert done.returncode == 0 and took_s < LIMIT_S
+    assert done.stderr.startswith("flexslurm notify:") and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_directory_that_never_answers(tmp_path: Path) -> None:
+    """A named pipe in place of the keys hangs its reader, as a file server can."""
+    directory = ServiceDir(tmp_path / "hangs")
+    directory.create()
+    publish(directory, 1)
+    (directory.path / "keys.json").unlink()
+    os.mkfifo(directory.path / "keys.json", 0o600)
+    done, took_s = run("job-end", "--job", "7", "--service-dir", str(directory.path))
+    assert done.returncode == 0 and took_s < LIMIT_S
+    assert "no answer" in done.stderr
