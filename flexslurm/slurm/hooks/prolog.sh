@@ -6,6 +6,10 @@ service=${SPANK_FLEXSLURM_SERVICE:-}
 case ${SLURM_JOB_COMMENT:-} in flexslurm:/*) service=${SLURM_JOB_COMMENT#flexslurm:} ;; esac
 [ -n "$service" ] || exit 0
 job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-}
-setsid -f timeout -k 1 5 @FLEXSLURM@ notify job-start --source prolog --service-dir "$service" \
-    --job "$job" ${user:+--uid "$user"} </dev/null >/dev/null 2>&1
+set -- notify job-start --source prolog --service-dir "$service" \
+    --job "$job" ${user:+--uid "$user"}
+# Slurm kills this script's process group at its end: the substitution waits until the new process,
+# in a session of its own, has let go of the output.
+away='exec </dev/null >/dev/null 2>&1; exec "$@"'
+: "$(setsid -f sh -c "$away" sh timeout -k 1 5 @FLEXSLURM@ "$@")"
 exit 0

@@ -1,6 +1,7 @@
 #!/bin/sh
-# flexslurm: PrologSlurmctld. Tells the job's service that its job begins, from slurmctld's host. Returns at
-# once, with status 0, whatever happens: the telling goes on without it, and only for some seconds.
+# flexslurm: PrologSlurmctld. Tells the job's service that its job begins, from slurmctld's host.
+# Returns at once, with status 0, whatever happens: the telling goes on without it, and only for
+# some seconds.
 # SlurmUser is not the service's owner: sudo lets it become root for this one command (see
 # docs/hooks.md); without that rule nothing is told, and the service polls as ever.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
@@ -11,6 +12,10 @@ job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-}
 become='sudo -n'
 me=$(id -u)
 if [ "$me" = 0 ] || [ "$me" = "$user" ]; then become=; fi
-setsid -f timeout -k 1 5 $become @FLEXSLURM@ notify job-start --source prolog-slurmctld \
-    --service-dir "$service" --job "$job" ${user:+--uid "$user"} </dev/null >/dev/null 2>&1
+set -- notify job-start --source prolog-slurmctld --service-dir "$service" \
+    --job "$job" ${user:+--uid "$user"}
+# Slurm kills this script's process group at its end: the substitution waits until the new process,
+# in a session of its own, has let go of the output.
+away='exec </dev/null >/dev/null 2>&1; exec "$@"'
+: "$(setsid -f sh -c "$away" sh timeout -k 1 5 $become @FLEXSLURM@ "$@")"
 exit 0

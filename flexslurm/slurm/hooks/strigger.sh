@@ -1,10 +1,13 @@
 #!/bin/sh
 # flexslurm: program of a strigger, named after what it watches (node-down, node-drain, node-up).
 # Slurm gives it the nodes. It tells every service that has jobs; each knows whether the nodes are
-# its own. Returns at once, with status 0: the telling goes on without it, and only for some seconds.
+# its own. Returns at once, with status 0: the telling goes on without it, for some seconds only.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
+# Slurm may kill this script's process group at its end: the substitution below waits until the new
+# process, in a session of its own, has let go of the output.
+away='exec </dev/null >/dev/null 2>&1; exec "$@"'
 if [ "${2:-}" != telling ]; then
-    setsid -f timeout -k 1 20 "$0" "${1:-}" telling </dev/null >/dev/null 2>&1
+    : "$(setsid -f sh -c "$away" sh timeout -k 1 20 "$0" "${1:-}" telling)"
     exit 0
 fi
 nodes=$1
