@@ -112,7 +112,8 @@ class Tenancy:
         try:
             done = self._install_stage()
         except Exception as error:  # whatever it is, the head is told
-            log.warning("epoch %d: install failed", self.epoch, exc_info=_unexpected(error))
+            reason, trace = reason_of(error), _unexpected(error)
+            log.warning("epoch %d: install failed: %s", self.epoch, reason, exc_info=trace)
             self._tell_failed(error)
             return False
         self.phase = Phase.SERVING
@@ -222,8 +223,8 @@ class Tenancy:
         The memory stays: what it holds of the KV cache may be moved yet.
         """
         self.phase = Phase.BROKEN
-        log.warning("epoch %d: step %d failed", self.epoch, step, exc_info=_unexpected(error))
-        reason = reason_of(error)
+        reason, trace = reason_of(error), _unexpected(error)
+        log.warning("epoch %d: step %d failed: %s", self.epoch, step, reason, exc_info=trace)
         self._host.send(
             StepFailed(worker=self._host.worker, epoch=self.epoch, step=step, reason=reason)
         )
