@@ -73,7 +73,8 @@ class RunningService:
             else:
                 if what(answer):
                     return answer
-                last = (answer.state, answer.epoch, answer.reason, answer.shifts[-2:])
+                pilots = [(f.name, f.state, f.detail) for f in answer.fragments]
+                last = (answer.state, answer.epoch, answer.reason, pilots, answer.shifts[-2:])
             time.sleep(0.05)
         raise AssertionError(f"not within {timeout_s} s; last seen: {last}")
 
