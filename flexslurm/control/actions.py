@@ -48,6 +48,10 @@ class PlanShift:
     old: InstalledGear | None
     """What serves; its replicas that are in `new` too, by their keys, stay as they are."""
     new: InstalledGear
+    arenas: Mapping[str, int]
+    """Bytes that each worker of both gears may use."""
+    leaving_s: Mapping[str, float]
+    """Seconds that workers on notice have left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class Shift:
         self, now: float, members: Members, holdings: Holdings, actions: list[Action]
     ) -> None:
         match self.phase:
-            case Phase.PREPARE if self._is_planned(members, holdings, actions):
+            case Phase.PREPARE if self._is_planned(now, members, holdings, actions):
                 self._begin(now, members, holdings, actions)
             case Phase.PARK if self.parked or not self.replaced:
                 self._close(now, holdings, actions)
@@ -191,12 +191,28 @@ class Shift:
 
     # PREPARE
 
-    def _is_planned(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:
+    def _is_planned(
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
+    ) -> bool:
         if not self.plan_asked and self._workers_ready(members, holdings, actions):
             self.plan_asked = True
             self.target = self._make_target(members)
-            actions.append(PlanShift(self.epoch, self.old, self.gear_in_place()))
+            actions.append(self._plan(now, members))
         return self.order is not None
+
+    def _plan(self, now: float, members: Members) -> PlanShift:
+        new = self.gear_in_place()
+        both = [*new.replicas.values(), *(self.old.replicas.values() if self.old else ())]
+        at = {seat.worker: seat.at for one in both for seat in one.seats}
+        fraction = self.settings.memory_fraction
+        ends = {w: members.agents[place.agent].leaves_at for w, place in at.items()}
+        return PlanShift(
+            self.epoch,
+            self.old,
+            new,
+            arenas={w: members.arena_bytes(place, fraction) for w, place in at.items()},
+            leaving_s={w: max(end - now, 0.0) for w, end in ends.items() if end is not None},
+        )
 
     def _workers_ready(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:
         """Whether a worker is on every new GPU, and free of leftovers."""

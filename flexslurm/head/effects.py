@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexslurm.control.actions import PlanShift, SwitchOver
-from flexslurm.control.events import MoveFigures, ShiftEvent, ShiftPlanned, Switched
+from flexslurm.control.events import Event, ReplicaBroken, ShiftEvent, Unreachable
 from flexslurm.control.installed import ReplicaKey
-from flexslurm.control.phases import Mode, ShiftOrder
-from flexslurm.errors import EnvironmentFault, ProtocolError
-from flexslurm.gear import Gear
+from flexslurm.errors import ProtocolError
 from flexslurm.head.ledger import Ledger
+from flexslurm.head.moves import MovePlanner, Moves
 from flexslurm.head.replicas import Replicas
 from flexslurm.messages import (
+    KvParked,
+    KvPulled,
     Message,
     RendezvousAdd,
     RendezvousGet,
@@ -23,7 +24,7 @@ from flexslurm.messages import (
     StepDone,
     StepFailed,
 )
-from flexslurm.wire.journal import Journal
+from flexslurm.wire.journal import Journal, unwritable
 from flexslurm.wire.rendezvous_board import RendezvousBoard
 from flexslurm.wire.transport import HeadSocket
 
@@ -37,17 +38,41 @@ class HeadEffects:
         self,
         ledger: Ledger,
         journal: Journal,
-        broken: Callable[[ReplicaKey, str], None],
-        speeds: Callable[[Gear], Mapping[int, float]] = lambda gear: {},
+        planner: MovePlanner,
+        *,
+        tell: Callable[[Event], None],
+        probe_tokens: int = 16,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._journal, self._speeds = journal, speeds
+        """`tell` takes events for the controller, in the loop's next turn."""
+        self._journal, self._tell, self._now = journal, tell, now
         self._socket: HeadSocket | None = None
         self._board = RendezvousBoard()
         self.replicas = Replicas(
-            ledger, send=self.send, send_many=self._send_many, broken=broken, now=now
+            ledger, send=self.send, send_many=self._send_many, broken=self._broken, now=now
         )
-        self.shifts = 0
+        self.moves = Moves(
+            self.replicas,
+            ledger,
+            planner,
+            send=self._send_or_tell,
+            tell=tell,
+            broken=self._broken,
+            now=now,
+            probe_tokens=probe_tokens,
+        )
+
+    def _broken(self, replica: ReplicaKey, reason: str) -> None:
+        self._tell(ReplicaBroken(replica, reason))
+
+    def _send_or_tell(self, worker: str, message: Message) -> None:
+        if not self.send(worker, message):
+            self._tell(Unreachable(worker))
+
+    def tick(self) -> None:
+        """Look at what has a deadline; call it a few times a second."""
+        self.replicas.tick(self._now())
+        self.moves.advance()
 
     def bind(self, socket: HeadSocket) -> None:
         self._socket = socket
@@ -62,12 +87,10 @@ class HeadEffects:
         try:
             self._journal.append({**record, "at": round(time.time(), 3)})
         except OSError as error:
-            raise EnvironmentFault(
-                f"cannot write the journal {self._journal.path}: {error.strerror}",
-                hint="free space on the shared file system; the head goes on from its journal",
-            ) from error
+            raise unwritable(self._journal.path, error) from error
 
     def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
+        self.moves.before_detach(replicas)
         self.replicas.detach(replicas, reason)
 
     def meet_epoch(self, epoch: int) -> None:
@@ -79,38 +102,25 @@ class HeadEffects:
     # ------------------------------------------------------------------ the moves of a shift
 
     def plan_shift(self, ask: PlanShift) -> ShiftEvent:
-        return ShiftPlanned(ask.epoch, ShiftOrder(Mode.RECOMPUTE))
+        return self.moves.plan(ask)
 
     def park_all(self, epoch: int) -> ShiftEvent | None:
-        raise NotImplementedError
+        return self.moves.park(epoch)
 
     def begin_transfer(self, epoch: int) -> ShiftEvent | None:
-        raise NotImplementedError
+        return self.moves.transfer(epoch)
 
     def begin_cutover(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
-        raise NotImplementedError
+        return self.moves.cut_over(epoch, deadline_s)
 
     def drop_shift(self, epoch: int, reason: str) -> None:
-        self.replicas.forget_arriving()
+        self.moves.drop(epoch, reason)
 
     def room_free(self, epoch: int) -> None:
-        pass
+        self.moves.room_free(epoch)
 
     def switch_over(self, switch: SwitchOver) -> ShiftEvent:
-        """Open the new replicas' drivers, then close those that go."""
-        gear = switch.gear.gear
-        for one in switch.opened.values():
-            self.replicas.arrive(one, gear.block_tokens)
-        by_number = self._speeds(gear)
-        speeds = {
-            one.key: by_number[number]
-            for number, one in switch.gear.replicas.items()
-            if number in by_number
-        }
-        opened = [one.key for _, one in sorted(switch.opened.items())]
-        self.replicas.switch(opened, switch.closed, {}, speeds)
-        self.shifts += 1
-        return Switched(switch.epoch, MoveFigures())
+        return self.moves.switch(switch)
 
     def _send_many(self, workers: tuple[str, ...], message: Message) -> None:
         if self._socket is not None:
@@ -125,6 +135,10 @@ class HeadEffects:
         match message:
             case StepDone():
                 self.replicas.on_step_done(message)
+                if self.moves.awaits_steps:
+                    self.moves.advance()
+            case KvPulled() | KvParked():
+                self.moves.take(message)
             case StepFailed():
                 self.replicas.on_step_failed(message)
             case RendezvousSet() | RendezvousGet() | RendezvousAdd():

@@ -146,7 +146,7 @@ class Mover:
     def advance(self, now: float) -> None:
         """Go as far as what is known allows; fills `outbox`."""
         self._let_go()
-        if any(now >= batch.expires_at for batch in self._batches.values()):
+        if self.overdue(now):
             self.fail("a pull of KV was not answered")
         if self.over:
             return
@@ -369,6 +369,14 @@ class Mover:
             move.gone = move.gone or move.seq_id not in but
         self._let_go()
         return not any(move.blocks for move in self._moves.values() if move.gone)
+
+    def overdue(self, now: float) -> bool:
+        """Whether an answer is missing that should have come."""
+        return any(now >= batch.expires_at for batch in self._batches.values())
+
+    def unanswered(self) -> list[NewEnd]:
+        """New replicas into which something may still come."""
+        return [self.new[number] for number in sorted({key[1] for key in self._batches})]
 
     def _forget_closed(self) -> None:
         """With a new replica goes what was to come into it: no answer is due any more."""

@@ -118,6 +118,11 @@ class Replicas:
         self._ramps.drop(driver.seat)
         return driver
 
+    def tick(self, now: float) -> None:
+        """Look at drivers that do not serve yet; the ledger looks at the others."""
+        for driver in list(self._arriving.values()):
+            driver.tick(now)
+
     # ------------------------------------------------------------------ what workers say
 
     def on_step_done(self, done: StepDone) -> None:

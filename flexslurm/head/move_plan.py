@@ -1,0 +1,158 @@
+"""From gears in their places to the plan of a shift: who is where, what lives, what fits; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexslurm.control.actions import PlanShift
+from flexslurm.control.installed import InstalledReplica, ReplicaKey
+from flexslurm.control.phases import Mode, ShiftOrder
+from flexslurm.engine.kv_cache import blocks_for
+from flexslurm.engine.load import RunningKv
+from flexslurm.engine.memory_plan import Verdict
+from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
+from flexslurm.engine.reshard import Link
+from flexslurm.engine.routing import LiveKv
+from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, ShiftPlan, plan_shift
+
+
+def replica_at(one: InstalledReplica) -> ReplicaAt:
+    """A replica in its place, as the engine's planning knows it."""
+    seats = tuple(Seat(s.worker, s.node, s.address, s.data_port) for s in one.seats)
+    return ReplicaAt(one.key.epoch, one.key.index, one.replica, seats)
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """What is known of a shift before it begins."""
+
+    ask: PlanShift
+    order: ShiftOrder
+    plan: ShiftPlan | None = None
+    """None where nothing can be moved."""
+    limits: Mapping[ReplicaKey, int] | None = None
+    """Blocks that old replicas may use while the new weights are beside them."""
+    spare: Mapping[ReplicaKey, int] | None = None
+    """Blocks that new replicas may use beyond those that are moved in, until room is free."""
+
+    @property
+    def going(self) -> tuple[InstalledReplica, ...]:
+        """Replicas that are to go, by their numbers."""
+        old = self.ask.old
+        if old is None:
+            return ()
+        stays = self.ask.new.keys
+        return tuple(one for _, one in sorted(old.replicas.items()) if one.key not in stays)
+
+
+def plan_moves(
+    shards: ShardMap,
+    ask: PlanShift,
+    running: Mapping[ReplicaKey, list[RunningKv]],
+    rates: LinkRates,
+    step_s: float,
+) -> MovePlan:
+    """Work out how to get from the old gear to the new one.
+
+    `running`: what the open drivers have. Without data servers on every worker that takes part,
+    or without anything that serves, sequences are recomputed.
+    """
+    bare = MovePlan(ask, ShiftOrder(Mode.RECOMPUTE))
+    going = bare.going
+    if ask.old is None:
+        return bare
+    seats = [
+        seat for gear in (ask.old, ask.new) for one in gear.replicas.values() for seat in one.seats
+    ]
+    if not all(seat.data_port for seat in seats):
+        mode = Mode.RECOMPUTE if going else Mode.BESIDE
+        lines = ("KV cannot be moved: a worker has no data server",) if going else ()
+        return MovePlan(ask, ShiftOrder(mode, lines=lines))
+    plan = plan_shift(shards, _facts(shards, ask, running, rates, step_s))
+    mode = Mode.BESIDE
+    if going and plan.memory.verdict is Verdict.STOP:
+        mode = Mode.PARK if plan.routes.to else Mode.RECOMPUTE
+    order = ShiftOrder(
+        mode=mode,
+        holders=plan.holders,
+        rate_bytes_per_s=rates.rate(Link.NETWORK) if mode is Mode.BESIDE else 0.0,
+        lines=plan.lines(),
+        evicted=plan.routes.evicted,
+    )
+    if mode is not Mode.BESIDE or not going:
+        return MovePlan(ask, order, plan)
+    limits, spare = _bounds(shards, ask, plan, going, running)
+    return MovePlan(ask, order, plan, limits, spare)
+
+
+def _facts(
+    shards: ShardMap,
+    ask: PlanShift,
+    running: Mapping[ReplicaKey, list[RunningKv]],
+    rates: LinkRates,
+    step_s: float,
+) -> ShiftFacts:
+    assert ask.old is not None
+    old = [one for _, one in sorted(ask.old.replicas.items())]
+    new = [one for _, one in sorted(ask.new.replicas.items())]
+    number = {one.key: n for n, one in enumerate(old)}
+    live = tuple(
+        LiveKv(
+            seq_id=kv.seq_id,
+            replica=number[key],
+            blocks=max(blocks_for(kv.computed, shards.block_tokens), 1),
+            tokens=kv.computed,
+            arrival=kv.arrival,
+            context=kv.most_tokens,
+        )
+        for key, sequences in running.items()
+        if key in number
+        for kv in sequences
+        if kv.computed
+    )
+    return ShiftFacts(
+        old=tuple(map(replica_at, old)),
+        new=tuple(map(replica_at, new)),
+        kept={n: number[one.key] for n, one in enumerate(new) if one.key in number},
+        live=live,
+        arenas=dict(ask.arenas),
+        leaving_s=dict(ask.leaving_s),
+        rates=rates,
+        step_s=step_s,
+    )
+
+
+def _bounds(
+    shards: ShardMap,
+    ask: PlanShift,
+    plan: ShiftPlan,
+    going: tuple[InstalledReplica, ...],
+    running: Mapping[ReplicaKey, list[RunningKv]],
+) -> tuple[dict[ReplicaKey, int], dict[ReplicaKey, int]]:
+    """Blocks that replicas may use while two gears share the memory.
+
+    The plan has room for what is live and a block more for each sequence. Beyond that, a block
+    costs its pages in the old replica and, once it is moved, in the new one.
+    """
+    spare_bytes = {gpu.worker: max(gpu.arena - gpu.most, 0) for gpu in plan.memory.gpus}
+    coming = [one for one in ask.new.replicas.values() if one.key.epoch == ask.epoch]
+    old_cost, new_cost = _block_costs(shards, going), _block_costs(shards, tuple(coming))
+    limits, spare = {}, {}
+    for one in going:
+        more = min(spare_bytes[w] // (old_cost[w] + new_cost.get(w, 0)) for w in one.workers)
+        sequences = running.get(one.key, [])
+        in_use = sum(len(kv.blocks) + 1 for kv in sequences)
+        limits[one.key] = min(in_use + more, one.replica.kv_blocks)
+    for one in coming:
+        spare[one.key] = min(spare_bytes[w] // new_cost[w] for w in one.workers)
+    return limits, spare
+
+
+def _block_costs(shards: ShardMap, replicas: tuple[InstalledReplica, ...]) -> dict[str, int]:
+    """Bytes of one block on each worker."""
+    found = {}
+    for one in map(replica_at, replicas):
+        for seat, held in zip(one.seats, one.holdings, strict=True):
+            found[seat.worker] = shards.block_bytes(held)
+    return found

@@ -1,0 +1,316 @@
+"""A shift's moves as the head performs them: plans, pauses, pulls, and what becomes of them.
+
+It does what the controller orders and tells it how far it is; the deciding is in `control.shift`,
+`move_plan`, `mover` and `parking`. At most one shift is under way; what is left of one that was
+given up (pulls into a replica that serves on) is waited for on the side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from flexslurm.control.actions import PlanShift, SwitchOver
+from flexslurm.control.events import (
+    MoveFigures,
+    ShiftEvent,
+    ShiftPlanned,
+    Switched,
+)
+from flexslurm.control.installed import ReplicaKey
+from flexslurm.engine.ownership import ShardMap
+from flexslurm.engine.shift_plan import LinkRates
+from flexslurm.gear import Gear
+from flexslurm.head.ledger import Adoption, Ledger
+from flexslurm.head.move_plan import plan_moves, replica_at
+from flexslurm.head.mover import Mover
+from flexslurm.head.moving import MoverPhase, MoverSettings, NewEnd, OldEnd, Tickets
+from flexslurm.head.parking import Parking
+from flexslurm.head.replicas import Replicas
+from flexslurm.head.under_way import UnderWay
+from flexslurm.messages import KvParked, KvPulled, Message, UnparkKv
+
+log = logging.getLogger(__name__)
+
+_PARK_S = 30.0
+_PULL_SHARE = 0.4
+"""Of the cut-over's time, what one pull may take: so that one that fails leaves time to go on."""
+
+
+class MovePlanner:
+    """What the moves ask of the service's planner."""
+
+    def __init__(
+        self,
+        shards: Callable[[], ShardMap],
+        rates: Callable[[Iterable[str]], LinkRates],
+        speeds: Callable[[Gear], Mapping[int, float]],
+    ) -> None:
+        self._shards, self._rates, self.speeds = shards, rates, speeds
+
+    @property
+    def shards(self) -> ShardMap:
+        """What every place of a gear has, as the engine cuts it."""
+        return self._shards()
+
+    def rates(self, ask: PlanShift) -> LinkRates:
+        """Of the links between all GPUs that take part."""
+        gears = [gear for gear in (ask.old, ask.new) if gear is not None]
+        return self._rates(
+            stage.gpu_type
+            for gear in gears
+            for one in gear.replicas.values()
+            for stage in one.replica.stages
+        )
+
+
+class Moves:
+    """See the module's docstring. `tell` takes events for the controller."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        ledger: Ledger,
+        planner: MovePlanner,
+        *,
+        send: Callable[[str, Message], object],
+        tell: Callable[[ShiftEvent], None],
+        broken: Callable[[ReplicaKey, str], None],
+        now: Callable[[], float],
+        probe_tokens: int = 16,
+        settings: MoverSettings | None = None,
+    ) -> None:
+        self._replicas, self._ledger, self._planner = replicas, ledger, planner
+        self._send, self._tell, self._broken, self._now = send, tell, broken, now
+        self._probe_tokens = probe_tokens
+        self._settings = settings or MoverSettings()
+        self._tickets = Tickets()
+        self._under: UnderWay | None = None
+        self._left: list[Mover] = []
+        """Movers that were given up while replicas that serve on were being filled."""
+        self._tight: dict[int, tuple[ReplicaKey, ...]] = {}
+        """By epoch: replicas that may not use all their blocks yet."""
+
+    # ------------------------------------------------------------------ what is ordered
+
+    def plan(self, ask: PlanShift) -> ShiftEvent:
+        """Plan the moves; with both gears side by side, bound what the old one may use."""
+        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
+        times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
+        plan = plan_moves(
+            self._planner.shards, ask, running, self._planner.rates(ask), max(times, default=0.0)
+        )
+        keys = tuple(one.key for one in plan.going)
+        drivers = self._replicas.open
+        old = tuple(OldEnd(replica_at(one), drivers[one.key]) for one in plan.going)
+        self._under = UnderWay(plan, old, keys)
+        for key in keys:
+            drivers[key].limit_blocks((plan.limits or {}).get(key))
+        return ShiftPlanned(ask.epoch, plan.order)
+
+    def park(self, epoch: int) -> ShiftEvent | None:
+        under = self._mine(epoch)
+        under.parking = Parking(
+            under.old, self._planner.shards.block_tokens, self._tickets, deadline_s=_PARK_S
+        )
+        self._pause(under)
+        return self._go_on()
+
+    def transfer(self, epoch: int) -> ShiftEvent | None:
+        under = self._mine(epoch)
+        under.began_at = self._now()
+        under.mover = self._mover(under, whole=False)
+        if self._probe_tokens:
+            for key in under.new_keys:
+                driver = self._replicas.driver(key)
+                assert driver is not None
+                driver.probe(self._probe_tokens)
+        return self._go_on()
+
+    def cut_over(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
+        under = self._mine(epoch)
+        if under.mover is None:
+            under.mover = self._mover(under, whole=True)
+        self._pause(under)
+        under.mover.begin_last(self._now(), deadline_s * _PULL_SHARE)
+        return self._go_on()
+
+    def switch(self, switch: SwitchOver) -> ShiftEvent:
+        """Open the new drivers with what was moved to them, then close the old ones."""
+        under, self._under = self._under, None
+        gear = switch.gear.gear
+        for one in switch.opened.values():
+            self._replicas.arrive(one, gear.block_tokens)
+        by_number = self._planner.speeds(gear)
+        speeds = {
+            one.key: by_number[number]
+            for number, one in switch.gear.replicas.items()
+            if number in by_number
+        }
+        opened = [one.key for _, one in sorted(switch.opened.items())]
+        if under is None:
+            self._replicas.switch(opened, switch.closed, {}, speeds)
+            return Switched(switch.epoch, MoveFigures())
+        counts = {key: self._replicas.open[key].step_times.count for key in switch.closed}
+        adopted = self._replicas.switch(opened, switch.closed, self._adoptions(under), speeds)
+        self._bound_new(switch.epoch, under)
+        self._unpark(under)
+        if under.mover is not None and not under.mover.release(adopted):
+            self._left.append(under.mover)
+        figures = under.figures(self._now(), adopted, counts, self._ledger.has)
+        return Switched(switch.epoch, figures)
+
+    def drop(self, epoch: int, reason: str) -> None:
+        """Forget what was begun; the old replicas go on."""
+        under = self._under
+        if under is not None and under.plan.ask.epoch == epoch:
+            self._under = None
+            for key in under.keys:
+                driver = self._replicas.open.get(key)
+                if driver is not None:
+                    driver.limit_blocks(None)
+                    driver.resume()
+        self._replicas.forget_arriving()
+        if under is None:
+            return
+        self._unpark(under)
+        if under.mover is not None:
+            under.mover.fail(reason)
+            if not under.mover.release():
+                self._left.append(under.mover)
+
+    def room_free(self, epoch: int) -> None:
+        """What was replaced is closed: the replicas of this epoch may use all their blocks."""
+        for key in self._tight.pop(epoch, ()):
+            driver = self._replicas.open.get(key)
+            if driver is not None:
+                driver.limit_blocks(None)
+                driver.pump()
+
+    def before_detach(self, keys: Iterable[ReplicaKey]) -> None:
+        """These drivers are about to be closed: by a loss, or as there is no way to keep them."""
+        under = self._under
+        for key in keys:
+            if under is not None and key in under.keys:
+                under.close_end(self._now(), under.keys.index(key))
+
+    # ------------------------------------------------------------------ what is heard
+
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether a step's answer may be what the shift waits for."""
+        return self._under is not None and self._under.awaits_steps
+
+    def take(self, message: KvPulled | KvParked) -> None:
+        """An answer of a worker; of what is over it is dropped."""
+        now, under = self._now(), self._under
+        if isinstance(message, KvParked):
+            if under is not None and under.parking is not None:
+                under.parking.take(message)
+        else:
+            movers = [m for m in (under.mover if under else None, *self._left) if m is not None]
+            if message.reason:
+                log.info("pull %d of %s: %s", message.ticket, message.worker, message.reason)
+            any(mover.pulled(now, message) for mover in movers)
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on as far as what is known allows, and tell the controller of what it waits for."""
+        event = self._go_on()
+        if event is not None:
+            self._tell(event)
+
+    # ------------------------------------------------------------------ how
+
+    def _mine(self, epoch: int) -> UnderWay:
+        under = self._under
+        assert under is not None and under.plan.ask.epoch == epoch, f"epoch {epoch} has no plan"
+        return under
+
+    def _mover(self, under: UnderWay, *, whole: bool) -> Mover:
+        ask, shards = under.plan.ask, self._planner.shards
+        new = []
+        for _, one in sorted(ask.new.replicas.items()):
+            if one.key.epoch == ask.epoch:
+                driver = self._replicas.arrive(one, ask.new.gear.block_tokens)
+            else:
+                driver = self._replicas.open[one.key]
+            new.append(NewEnd(replica_at(one), driver))
+        settings = MoverSettings(
+            rate_bytes_per_s=under.plan.order.rate_bytes_per_s,
+            pull_timeout_s=self._settings.pull_timeout_s,
+            batch_bytes=self._settings.batch_bytes,
+            most_last_blocks=None if whole else self._settings.most_last_blocks,
+        )
+        return Mover(
+            shards,
+            under.old,
+            new,
+            settings,
+            alive=self._ledger.has,
+            tickets=self._tickets,
+            longest_first=bool(ask.leaving_s),
+        )
+
+    def _go_on(self) -> ShiftEvent | None:
+        now, under = self._now(), self._under
+        self._clear_left(now)
+        if under is None:
+            return None
+        event = under.progress(now, probed=self._probed(under))
+        self._post(under.take_outbox())
+        return event
+
+    def _probed(self, under: UnderWay) -> bool:
+        drivers = [self._replicas.driver(key) for key in under.new_keys]
+        return not self._probe_tokens or all(d is not None and d.probed for d in drivers)
+
+    def _pause(self, under: UnderWay) -> None:
+        open_still = [key for key in under.keys if key in self._replicas.open]
+        for key in open_still:
+            self._replicas.open[key].pause()
+        counts = {key: self._replicas.open[key].step_times.count for key in open_still}
+        under.pause(self._now(), counts)
+
+    def _post(self, outbox: Iterable[tuple[str, Message]]) -> None:
+        for worker, message in outbox:
+            self._send(worker, message)
+
+    def _clear_left(self, now: float) -> None:
+        for mover in list(self._left):
+            mover.advance(now)
+            if mover.release():
+                self._left.remove(mover)
+            elif mover.overdue(now):
+                self._left.remove(mover)
+                for end in mover.unanswered():
+                    key = ReplicaKey(end.at.epoch, end.at.index)
+                    self._broken(key, "a pull into its blocks was not answered")
+
+    def _adoptions(self, under: UnderWay) -> dict[str, Adoption]:
+        mover = under.mover
+        if mover is None or mover.phase is not MoverPhase.DONE:
+            return {}
+        found = {}
+        for seq_id, (number, computed) in mover.adoptions().items():
+            at = mover.new[number].at
+            driver = self._replicas.driver(ReplicaKey(at.epoch, at.index))
+            if driver is not None:
+                found[seq_id] = Adoption(driver.seat, computed)
+        return found
+
+    def _bound_new(self, epoch: int, under: UnderWay) -> None:
+        """Until the old epoch is closed, its weights and pages are still there."""
+        spare = under.plan.spare
+        if not spare:
+            return
+        for key, blocks in spare.items():
+            driver = self._replicas.open[key]
+            load = driver.load()
+            driver.limit_blocks(load.blocks - load.free_blocks + blocks)
+        self._tight[epoch] = tuple(spare)
+
+    def _unpark(self, under: UnderWay) -> None:
+        if under.parking is not None:
+            for worker, epoch in under.parking.workers():
+                self._send(worker, UnparkKv(epoch=epoch))

@@ -1,0 +1,95 @@
+"""Copies of KV that outlive its epoch, while a gear that does not fit beside is installed; pure.
+
+Every worker of an old replica copies its pages of all blocks of the replica's sequences aside. A
+sequence is parked as far as all of its workers could do so.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flexslurm.engine.load import RunningKv
+from flexslurm.head.moving import OldEnd, Tickets
+from flexslurm.messages import KvParked, ParkKv
+
+
+class Parking:
+    """`outbox` holds messages to send, by worker."""
+
+    def __init__(
+        self,
+        old: tuple[OldEnd, ...],
+        block_tokens: int,
+        tickets: Tickets,
+        *,
+        deadline_s: float,
+        directory: str | None = None,
+        rate_bytes_per_s: float = 0.0,
+    ) -> None:
+        self.old, self._block_tokens, self._tickets = old, block_tokens, tickets
+        self._deadline_s, self._directory, self._rate = deadline_s, directory, rate_bytes_per_s
+        self.outbox: list[tuple[str, ParkKv]] = []
+        self.parked_bytes = 0
+        self._asked: dict[int, int] | None = None
+        self._failed: dict[int, set[int]] = {number: set() for number in range(len(old))}
+
+    @property
+    def done(self) -> bool:
+        return self._asked == {}
+
+    def advance(self) -> None:
+        """Ask once all drivers are at a step boundary."""
+        if self._asked is not None or not all(end.idle for end in self.old):
+            return
+        self._asked = {}
+        for number, end in enumerate(self.old):
+            # The oldest first: where not everything can be parked, they are served again first.
+            blocks = [block for kv in end.view().values() for block in kv.blocks]
+            for worker in end.at.workers if blocks and end.pullable else ():
+                ticket = self._tickets.take(1)
+                self._asked[ticket] = number
+                ask = ParkKv(
+                    epoch=end.at.epoch,
+                    ticket=ticket,
+                    blocks=tuple(blocks),
+                    directory=self._directory,
+                    rate_bytes_per_s=self._rate,
+                    deadline_s=self._deadline_s,
+                )
+                self.outbox.append((worker, ask))
+
+    def take(self, answer: KvParked) -> bool:
+        """Take an answer; whether it was to us."""
+        if self._asked is None or answer.ticket not in self._asked:
+            return False
+        self._failed[self._asked.pop(answer.ticket)].update(answer.failed)
+        self.parked_bytes += answer.parked_bytes
+        return True
+
+    def lose(self, number: int) -> None:
+        """An old replica lost a member: its answers are not waited for, and nothing comes of it."""
+        self.old[number].pullable = False
+        if self._asked is not None:
+            self._asked = {t: n for t, n in self._asked.items() if n != number}
+
+    def kept(self, number: int) -> dict[str, RunningKv]:
+        """What is parked of an old replica's sequences, as long as their driver is open."""
+        end = self.old[number]
+        if not end.pullable or self._asked is None:
+            return {}
+        late = number in self._asked.values()
+        found = {} if late else {kv.seq_id: self._cut(number, kv) for kv in end.view().values()}
+        return {seq_id: kv for seq_id, kv in found.items() if kv.blocks}
+
+    def _cut(self, number: int, kv: RunningKv) -> RunningKv:
+        failed = self._failed[number]
+        whole = next((n for n, block in enumerate(kv.blocks) if block in failed), len(kv.blocks))
+        return msgspec.structs.replace(
+            kv,
+            blocks=kv.blocks[:whole],
+            computed=min(kv.computed, whole * self._block_tokens),
+        )
+
+    def workers(self) -> tuple[tuple[str, int], ...]:
+        """Who may hold parked pages, and of which epoch: to be told to forget them."""
+        return tuple((worker, end.at.epoch) for end in self.old for worker in end.at.workers)

@@ -1,0 +1,132 @@
+"""The state of the shift that is under way, as far as its moves go; never sends anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flexslurm.control.events import (
+    CutOver,
+    MoveFailed,
+    MoveFigures,
+    Parked,
+    ShiftEvent,
+    Transferred,
+)
+from flexslurm.control.installed import ReplicaKey
+from flexslurm.head.move_plan import MovePlan
+from flexslurm.head.mover import Mover
+from flexslurm.head.moving import MoverPhase, OldEnd
+from flexslurm.head.parking import Parking
+from flexslurm.messages import Message
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """One shift: first perhaps its parking, then its mover."""
+
+    plan: MovePlan
+    old: tuple[OldEnd, ...]
+    keys: tuple[ReplicaKey, ...]
+    """Of `old`."""
+    mover: Mover | None = None
+    parking: Parking | None = None
+    began_at: float | None = None
+    """When TRANSFER began; None: there is none."""
+    paused_at: float | None = None
+    running: set[str] = field(default_factory=set)
+    """Sequences that had KV when they were paused."""
+    _steps: dict[ReplicaKey, int] = field(default_factory=dict)
+    _told: set[type[ShiftEvent]] = field(default_factory=set)
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.ask.epoch
+
+    @property
+    def new_keys(self) -> tuple[ReplicaKey, ...]:
+        """Replicas of the new gear that are new, in its order."""
+        new = sorted(self.plan.ask.new.replicas.items())
+        return tuple(one.key for _, one in new if one.key.epoch == self.epoch)
+
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether the answer to a step may be what it waits for: a boundary, or a probe."""
+        return self.paused_at is not None or Transferred not in self._told
+
+    def pause(self, now: float, steps: Mapping[ReplicaKey, int]) -> None:
+        """The old drivers send no further steps; `steps`: how many each has done."""
+        if self.paused_at is None:
+            self.paused_at = now
+            self._steps.update(steps)
+        self.running |= {seq_id for end in self.old for seq_id in end.view()}
+
+    def close_end(self, now: float, number: int) -> None:
+        """An old driver is about to be closed."""
+        end, parking = self.old[number], self.parking
+        if self.paused_at is None:
+            self.paused_at = now
+        self.running |= end.view().keys()
+        if self.mover is not None:
+            self.mover.lose(number)
+        elif parking is not None and Parked in self._told:
+            end.frozen = parking.kept(number)
+        else:
+            end.frozen, end.pullable = {}, False
+            if parking is not None:
+                parking.lose(number)
+
+    def progress(self, now: float, *, probed: bool) -> ShiftEvent | None:
+        """Go on; what the controller is to hear of it, each thing once."""
+        event = self._parking_event() if self.mover is None else self._mover_event(now, probed)
+        if event is None or type(event) in self._told:
+            return None
+        self._told.add(type(event))
+        return event
+
+    def _parking_event(self) -> ShiftEvent | None:
+        if self.parking is None:
+            return None
+        self.parking.advance()
+        return Parked(self.epoch) if self.parking.done else None
+
+    def _mover_event(self, now: float, probed: bool) -> ShiftEvent | None:
+        mover = self.mover
+        assert mover is not None
+        mover.advance(now)
+        match mover.phase:
+            case MoverPhase.FAILED:
+                return MoveFailed(self.epoch, mover.failure)
+            case MoverPhase.DONE:
+                return CutOver(self.epoch)
+            case MoverPhase.ROUNDS if mover.settled and probed and self.began_at is not None:
+                return Transferred(self.epoch)
+        return None
+
+    def take_outbox(self) -> list[tuple[str, Message]]:
+        """Messages to send, by worker."""
+        found: list[tuple[str, Message]] = []
+        for maker in (self.parking, self.mover):
+            if maker is not None:
+                found += maker.outbox
+                maker.outbox.clear()
+        return found
+
+    def figures(
+        self,
+        now: float,
+        adopted: frozenset[str],
+        steps: Mapping[ReplicaKey, int],
+        alive: Callable[[str], bool],
+    ) -> MoveFigures:
+        """What came of it; `steps`: how many each old driver had done at its end."""
+        again = [seq_id for seq_id in self.running if seq_id not in adopted and alive(seq_id)]
+        paused_at = now if self.paused_at is None else self.paused_at
+        return MoveFigures(
+            moved=len(adopted),
+            recomputed=len(again),
+            moved_bytes=self.mover.moved_bytes if self.mover is not None else 0,
+            transfer_s=paused_at - self.began_at if self.began_at is not None else 0.0,
+            pause_s=now - paused_at,
+            pause_steps=max((n - self._steps.get(key, n) for key, n in steps.items()), default=0),
+        )
