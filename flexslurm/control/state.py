@@ -176,6 +176,8 @@ class Control:
         """A replica cannot go on: its streams pause at once, the others are not touched."""
         broken = self.current.find(key) if self.current is not None else None
         if self.current is None or broken is None:
+            if self.shift is not None and key.epoch == self.shift.epoch:
+                self.shift.fail(now, f"a new replica is broken: {reason}")
             return []
         self.current = self.current.without((key,))
         if self.shift is not None:

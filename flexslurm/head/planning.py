@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
+from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Gear, NoGear, Signature, Slot, slots
 from flexslurm.head.gear_book import GearBook
@@ -120,6 +121,11 @@ class ServicePlanner:
             before = Current(current.gear, at)
         placed = place_gear(self.shards, gear, nodes, before)
         return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
+
+    def rates(self, gpu_types: Iterable[str]) -> LinkRates:
+        """What transfers between GPUs of these types may count on."""
+        limit_mbps = self._service.executor.bandwidth_limit_mbps
+        return LinkRates.of(self.topology, gpu_types, limit_mbps)
 
     def speeds(self, gear: Gear) -> dict[int, float]:
         """Output tokens per second of each replica, by its number, as the planner estimates."""

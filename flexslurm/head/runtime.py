@@ -21,10 +21,8 @@ from flexslurm.control.events import (
     Cordon,
     Event,
     GearPlanned,
-    ReplicaBroken,
     Tick,
 )
-from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings
 from flexslurm.control.policy import PolicySettings
 from flexslurm.control.restore import restore_epoch
@@ -35,6 +33,7 @@ from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.ledger import Ledger, LedgerSettings
+from flexslurm.head.moves import MovePlanner
 from flexslurm.head.observer import SequenceSummary
 from flexslurm.head.plan_worker import Answer, PlanWorker
 from flexslurm.head.planning import ServicePlanner, plan_name
@@ -137,7 +136,13 @@ class Head:
         )
         self.plans = PlanWorker(directory.path, self._on_planned)
         self.planner = ServicePlanner(self.service, self.site, self.plans.ask)
-        self.effects = HeadEffects(self.ledger, self.journal, self._on_broken, self.planner.speeds)
+        self.effects = HeadEffects(
+            self.ledger,
+            self.journal,
+            MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
+            tell=self._tell_soon,
+            probe_tokens=self.service.executor.health_probe_tokens,
+        )
         self.control = Control(
             control_settings(self.service, self.site, self.incarnation), self.planner, epoch=epoch
         )
@@ -254,6 +259,7 @@ class Head:
         while True:
             self._tell(Tick())
             self.ledger.tick(time.monotonic())
+            self.effects.tick()
             current = self.control.current
             gpus = current.gpus if current is not None else 0
             self.ledger.announce(
@@ -305,9 +311,9 @@ class Head:
     def _tell(self, event: Event) -> None:
         self.controller.take(event)
 
-    def _on_broken(self, replica: ReplicaKey, reason: str) -> None:
+    def _tell_soon(self, event: Event) -> None:
         # from within a driver's call: the controller closes drivers, so it acts in the next turn
-        asyncio.get_running_loop().call_soon(self._tell, ReplicaBroken(replica, reason))
+        asyncio.get_running_loop().call_soon(self._tell, event)
 
     def _answer(self, sender: str, ask: FromCli) -> None:
         assert self.socket is not None
