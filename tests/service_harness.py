@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from flexslurm.cli import launch as launching
+from flexslurm.cli import submitting
 from flexslurm.cli.ask import ask_status
 from flexslurm.cli.stopping import stop_service
 from flexslurm.config.schema import parse_section
@@ -184,7 +185,7 @@ def running(
     token = os.environ[leaks.TOKEN_VARIABLE]
     before = leaks.take(token)
     try:
-        launching.execute(plan, said.append)
+        submitting.execute(plan, said.append)
         launching.wait_until_serving(plan, said.append, timeout_s)
         yield RunningService(directory, plan)
     finally:

@@ -1,18 +1,19 @@
-"""Launching a service: check everything, show what will be done, submit, wait for the endpoint."""
+"""Launching a service: check everything, show what will be done, wait for the endpoint.
+
+Nothing is submitted here (`submitting`).
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
+from flexslurm.cli.job_names import UNSENT, head_job, pilot_job
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
 from flexslurm.errors import (
@@ -20,12 +21,11 @@ from flexslurm.errors import (
     DeadlineExceeded,
     FlexslurmError,
     ServiceError,
-    ServiceExists,
     ServiceUnreachable,
 )
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.messages import StatusAnswer
-from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
+from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 if TYPE_CHECKING:
     from flexslurm.slurm.pilot import Submitter
@@ -68,12 +68,15 @@ def plan_launch(
     from flexslurm.cli.launch_table import service_table
     from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
+    from flexslurm.gateway.guard import load_api_keys
     from flexslurm.head.gear_tables import full_pool
     from flexslurm.head.main import head_command
     from flexslurm.head.planning import ServicePlanner, check_plans
     from flexslurm.slurm.script import HeadSpec
 
     check_files(check_model(service.model.path))
+    if service.gateway.api_keys_file is not None:
+        load_api_keys(Path(service.gateway.api_keys_file))  # the head would end for what is wrong
     allocation = None
     if cluster == "local":
         site = _on_this_machine(site)
@@ -92,7 +95,12 @@ def plan_launch(
         )
     check_plans(service, table)
     pilots = _pilots(service, site, directory, cluster)
-    lefts = ((pilot.fragment, table.gear(_less(pool, pilot))) for pilot, _ in pilots)
+    kinds: dict[tuple[str, int, int], Gear | NoGear | None] = {}
+    for pilot, _ in pilots:
+        kind = (pilot.gpu_type, pilot.gpus, pilot.nodes)
+        if kind not in kinds:  # all pilots of a kind leave the same
+            kinds[kind] = table.gear(_less(pool, pilot))
+    lefts = ((p.fragment, kinds[p.gpu_type, p.gpus, p.nodes]) for p, _ in pilots)
     without = tuple((fragment, left) for fragment, left in lefts if left is not None)
     head = HeadSpec(
         name=head_job(service.name),
@@ -198,107 +206,6 @@ def preview(plan: LaunchPlan) -> str:
     return "\n".join(parts)
 
 
-def refuse_if_running(directory: ServiceDir) -> None:
-    """Raises ServiceExists where a head of this directory answers."""
-    from flexslurm.cli.ask import ask_status
-
-    if directory.head() is None:
-        return
-    try:
-        answer = ask_status(directory, timeout_s=2.0)
-    except ServiceUnreachable:
-        return
-    raise ServiceExists(
-        f"the service '{answer.service}' runs already, at {answer.endpoint}",
-        hint="'flexslurm stop' ends it; 'flexslurm status' shows it",
-    )
-
-
-def execute(plan: LaunchPlan, say: Say) -> None:
-    """Submit pilots and head; pilots that an earlier launch left running are taken over.
-
-    What was submitted is cancelled when a later step fails.
-    """
-    directory = plan.directory
-    fresh = not directory.path.exists()
-    directory.create()
-    _write_files(plan)
-    alive = _pilots_alive(plan)
-    submitter, done, new = make_submitter(plan), list[Pilot](), list[str]()
-    try:
-        for pilot, spec in plan.pilots:
-            job = alive.get(pilot.fragment)
-            taken_over = job is not None
-            if job is None:
-                _note(plan, [*done, pilot])  # a crash from here on leaves a name to look for
-                job = submitter.submit(spec)
-                new.append(job)
-            done.append(msgspec.structs.replace(pilot, job_id=job))
-            _note(plan, done)
-            say(_submitted(plan, done[-1], taken_over))
-        _note(plan, done, UNSENT)
-        head = head_submitter(plan).submit(plan.head)
-        _note(plan, done, head)
-        say(f"submitted the head: job {head}")
-    except BaseException:
-        if new:
-            submitter.cancel(new)
-            say(f"cancelled the {len(new)} pilots that were submitted")
-        _note(plan, [pilot for pilot in done if pilot.job_id not in new])
-        if fresh and not done:
-            shutil.rmtree(directory.path, ignore_errors=True)  # nothing was ever there
-        raise
-
-
-def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) -> None:
-    plan.directory.write_pilots(Pilots(plan.cluster, tuple(pilots), head, plan.allocation))
-
-
-def _write_files(plan: LaunchPlan) -> None:
-    from flexslurm.wire.files import write_atomically
-
-    directory = plan.directory
-    for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
-        # JSON is YAML 1.2, which is how the files are read; PyYAML writes 1.1
-        write_atomically(path, section.model_dump_json(indent=2).encode(), mode=0o600)
-    if plan.table is not None:
-        write_atomically(directory.gears, plan.table)
-
-
-def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:
-    where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
-    what = "took over" if taken_over else "submitted"
-    return f"{what} {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {pilot.job_id}"
-
-
-def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
-    """Jobs of an earlier launch that still wait or run, by fragment; their head is dead.
-
-    Raises ServiceExists when they are not pilots of this pool.
-    """
-    before = plan.directory.pilots()
-    if before is None or not before.pilots:
-        return {}
-    if before.cluster == plan.cluster:
-        before = with_ids(before, plan.service.name, make_submitter(plan), head_submitter(plan))
-    states = make_submitter(plan).states([p.job_id for p in before.pilots])
-    alive = [p for p in before.pilots if states[p.job_id].known and not states[p.job_id].state.over]
-    wanted = {p.fragment: p for p, _ in plan.pilots}
-    others = [
-        p.job_id
-        for p in alive
-        if before.cluster != plan.cluster
-        or p.fragment not in wanted
-        or msgspec.structs.replace(p, job_id=UNSENT) != wanted[p.fragment]
-    ]
-    if others:
-        raise ServiceExists(
-            f"jobs of an earlier launch with another pool are still there: {', '.join(others)}",
-            hint=f"flexslurm stop {plan.service.name} ends them",
-        )
-    return {p.fragment: p.job_id for p in alive}
-
-
 def wait_until_serving(
     plan: LaunchPlan, say: Say, timeout_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> StatusAnswer:
@@ -324,7 +231,7 @@ def wait_until_serving(
         sleep(_POLL_S)
     raise DeadlineExceeded(
         f"the service does not serve after {timeout_s:g} s; it goes on trying",
-        hint=f"follow it with: flexslurm status {plan.service.name}",
+        hint=f"follow it with: flexslurm status {called(plan)}",
     )
 
 
@@ -357,7 +264,7 @@ def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
     if info.state.over:
         raise ServiceError(
             f"the head has ended before it served:\n{log_tail(plan.directory.logs / 'head')}",
-            hint=f"the whole log: flexslurm logs {plan.service.name} head",
+            hint=f"the whole log: flexslurm logs {called(plan)} head",
         )
 
 
@@ -368,23 +275,29 @@ def log_tail(folder: Path, lines: int = 8) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (no output)"
 
 
-def cancel_all(plan: LaunchPlan) -> None:
-    """End the jobs of a launch that failed."""
-    pilots = plan.directory.pilots()
-    if pilots is None:
-        return
-    make_submitter(plan).cancel([pilot.job_id for pilot in pilots.pilots if pilot.job_id])
-    if pilots.head_job:
-        head_submitter(plan).cancel([pilots.head_job])
-    plan.directory.write_pilots(Pilots(plan.cluster))
+def called(plan: LaunchPlan) -> str:
+    """How other commands are told which service is meant: its name where that leads there."""
+    name, path = plan.service.name, plan.directory.path
+    if service_directory(name).path == path:
+        return name
+    return f"--service-dir {shlex.quote(str(path))}"
 
 
 def service_directory(
     name_or_path: str, environ: Mapping[str, str] = os.environ, shared: str | None = None
 ) -> ServiceDir:
-    """The directory of a service: a path, or a name below the default place."""
-    if os.sep in name_or_path or name_or_path.startswith("."):
-        return ServiceDir(Path(name_or_path).expanduser())
+    """The directory of a service: a path, or a name below the default place.
+
+    Raises ServiceError where a home directory in it does not exist.
+    """
     root = environ.get("FLEXSLURM_SERVICES") or shared
-    base = Path(root).expanduser() if root else Path.home() / ".flexslurm" / "services"
+    try:
+        if os.sep in name_or_path or name_or_path.startswith("."):
+            return ServiceDir(Path(name_or_path).expanduser())
+        base = Path(root).expanduser() if root else Path.home() / ".flexslurm" / "services"
+    except RuntimeError as error:  # of pathlib: no such user, or no home
+        raise ServiceError(
+            f"there is no such home directory: {root or name_or_path}",
+            hint="give a whole path with --service-dir, or in FLEXSLURM_SERVICES",
+        ) from error
     return ServiceDir(base / name_or_path)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flexslurm.config.schema import nearest_hint
 from flexslurm.errors import ServiceError
+
+_CHUNK_BYTES = 64 * 2**10
+_MOST_BYTES = 16 * 2**20
 
 
 def log_files(folder: Path, part: str | None) -> list[tuple[str, int]]:
@@ -34,21 +38,52 @@ def tail_files(paths: Sequence[Path], lines: int) -> Iterator[str]:
     for path in paths:
         if len(paths) > 1:
             yield f"==> {path.name} <=="
-        yield from path.read_text(errors="replace").splitlines()[-lines:]
+        yield from _last_lines(path, lines)
+
+
+def _last_lines(path: Path, lines: int) -> list[str]:
+    """Read from the end, so that a log of gigabytes costs no more than a short one."""
+    data = b""
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        while start > 0 and data.count(b"\n") <= lines and len(data) < _MOST_BYTES:
+            size = min(start, _CHUNK_BYTES)
+            start = file.seek(start - size)
+            data = file.read(size) + data
+    found = data.decode("utf-8", "replace").splitlines()
+    return found[max(len(found) - lines, 0) :]
 
 
 def follow_files(
     paths: Sequence[Path], say: Callable[[str], object], poll_s: float = 0.3
 ) -> None:  # fmt: skip
-    """Say what is appended, until interrupted."""
-    ends = {path: path.stat().st_size for path in paths}
+    """Say what is appended, whole lines only, until interrupted; a file cut short starts anew."""
+    ends = {path: _size(path) for path in paths}
     while True:
         for path, end in ends.items():
-            size = path.stat().st_size
-            if size > end:
-                with path.open(errors="replace") as file:
-                    file.seek(end)
-                    for line in file.read().splitlines():
-                        say(line)
-                ends[path] = size
+            size = _size(path)
+            lines, ends[path] = _whole_lines(path, end if size >= end else 0)
+            for line in lines:
+                say(line)
         time.sleep(poll_s)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _whole_lines(path: Path, start: int) -> tuple[list[str], int]:
+    """The lines that end after `start`, and where the last of them does."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(_MOST_BYTES)
+    except FileNotFoundError:
+        return [], 0
+    cut = data.rfind(b"\n") + 1
+    if cut == 0 and len(data) == _MOST_BYTES:
+        cut = len(data)  # one endless line
+    return data[:cut].decode("utf-8", "replace").splitlines(), start + cut

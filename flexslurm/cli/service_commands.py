@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,26 @@ from flexslurm.errors import FlexslurmError, ServiceError
 if TYPE_CHECKING:
     from flexslurm.cli.launch import LaunchPlan
     from flexslurm.gear import Gear, NoGear
-    from flexslurm.wire.service_dir import ServiceDir
+    from flexslurm.wire.service_dir import Pilots, ServiceDir
+
+_MOST_S = 1e8
+
+
+class _SecondsType(click.FloatRange):
+    """Seconds to wait: no negative ones, no endless ones, and numbers only (nan is none)."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))  # type: ignore[arg-type]
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
+
+
+_SECONDS = _SecondsType(min=0, max=_MOST_S)
 
 _NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
 _DIR = click.option(
@@ -86,7 +106,7 @@ def _say(line: str) -> None:
 @click.option("--no-wait", is_flag=True, help="Return once everything is submitted.")
 @click.option(
     "--timeout",
-    type=float,
+    type=_SECONDS,
     default=1800.0,
     show_default=True,
     metavar="S",
@@ -100,6 +120,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch the service described in SERVICE.yaml and wait until its endpoint answers."""
     from flexslurm.cli import launch as launching
+    from flexslurm.cli import submitting
     from flexslurm.cli.show import picture
     from flexslurm.cli.site_figures import check_figures
     from flexslurm.cli.slurm_notes import surprises, warnings_of
@@ -128,13 +149,13 @@ def launch(
         click.echo(launching.preview(plan))
         click.echo("# dry run: nothing was submitted")
         return
-    launching.refuse_if_running(directory)
-    launching.execute(plan, _say)
-    where = f" --service-dir {directory.path}" if service_dir else f" {service.name}"
+    submitting.refuse_if_running(directory)
+    made = submitting.execute(plan, _say)
+    where = f" {launching.called(plan)}"
     if no_wait:
         click.echo(f"follow it with: flexslurm status{where}")
         return
-    _wait(plan, timeout, where)
+    _wait(plan, made, timeout, where)
     if cluster == "allocation":
         from flexslurm.cli.holding import hold_until_end
 
@@ -149,8 +170,9 @@ def describe_left(left: Gear | NoGear) -> str:
     return f"nothing fits, requests would wait ({left.reason})"
 
 
-def _wait(plan: LaunchPlan, timeout: float, where: str) -> None:
+def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
     from flexslurm.cli import launch as launching
+    from flexslurm.cli import submitting
     from flexslurm.errors import DeadlineExceeded
 
     try:
@@ -158,7 +180,7 @@ def _wait(plan: LaunchPlan, timeout: float, where: str) -> None:
     except DeadlineExceeded:
         raise
     except FlexslurmError:
-        launching.cancel_all(plan)
+        submitting.cancel_all(plan, made)
         _say("cancelled what was submitted")
         raise
     except KeyboardInterrupt:
@@ -204,7 +226,10 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
 @_NAME
 @click.argument("part", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on as lines come.")
-@click.option("--lines", "-n", type=int, default=50, show_default=True, help="Lines from the end.")
+@click.option(
+    "--lines", "-n", type=click.IntRange(min=0), default=50, show_default=True,
+    help="Lines from the end.",
+)  # fmt: skip
 @_DIR
 def logs(
     service: str | None, part: str | None, follow: bool, lines: int, service_dir: str | None
@@ -231,12 +256,12 @@ def logs(
 @_NAME
 @click.option(
     "--drain",
-    type=float,
+    type=_SECONDS,
     default=0.0,
     metavar="S",
     help="Let running requests end for this long first.",
 )
-@click.option("--timeout", type=float, default=60.0, show_default=True, metavar="S")
+@click.option("--timeout", type=_SECONDS, default=60.0, show_default=True, metavar="S")
 @_DIR  # fmt: skip
 def stop(service: str | None, drain: float, timeout: float, service_dir: str | None) -> None:
     """End a service: its head, its pilots and their jobs."""

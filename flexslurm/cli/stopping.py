@@ -4,59 +4,125 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexslurm.cli.ask import ask
-from flexslurm.cli.job_names import with_ids
+from flexslurm.cli.job_names import UNSENT, with_ids
 from flexslurm.config.schema import load_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
-from flexslurm.errors import DeadlineExceeded, ServiceUnreachable
+from flexslurm.errors import DeadlineExceeded, EnvironmentFault, ServiceError
 from flexslurm.messages import StopAsk
+from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import Pilots, ServiceDir
+
+if TYPE_CHECKING:
+    from flexslurm.slurm.pilot import Submitter
 
 Say = Callable[[str], None]
 
+_ANSWER_S = 15.0
+"""A head closes its connections before it answers."""
+
 
 def stop_service(directory: ServiceDir, drain_s: float, timeout_s: float, say: Say) -> None:
-    """End head and pilots. Raises DeadlineExceeded when jobs are still there after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s + drain_s
+    """End head and pilots. Raises DeadlineExceeded when jobs are still there after `timeout_s`.
+
+    The drain and the wait for a head that may hang come before, and have their own bounds.
+
+    Whatever is damaged in the directory, the jobs that can be found are cancelled.
+    """
     try:
-        ask(directory, StopAsk(drain_s=drain_s), timeout_s=drain_s + 15.0)
+        ask(directory, StopAsk(drain_s=drain_s), drain_s + min(timeout_s, _ANSWER_S))
         say("the head has ended")
-    except ServiceUnreachable as error:
-        say(f"{error.message}: its jobs are cancelled all the same")
-    pilots = directory.pilots()
-    if pilots is None or (not pilots.pilots and pilots.head_job is None):
-        return
-    _cancel(directory, pilots, deadline, say)
-    directory.write_pilots(Pilots(pilots.cluster))
+    except (ServiceError, EnvironmentFault) as error:
+        say(f"{error.message}: what is left of its jobs is cancelled")
+    deadline = time.monotonic() + timeout_s
+    with directory.changing(max(deadline - time.monotonic(), 0.0)):
+        try:
+            pilots = directory.pilots()
+        except ServiceError as error:
+            say(f"{error.message}: its jobs are found by their files")
+            _cancel(directory, _found(directory), deadline, say)
+            directory.forget_pilots()
+        else:
+            if pilots is not None and (pilots.pilots or pilots.head_job is not None):
+                _cancel(directory, _jobs(directory, pilots), deadline, say)
+                _forget(directory, pilots)
+        directory.forget_head()
 
 
-def _cancel(directory: ServiceDir, pilots: Pilots, deadline: float, say: Say) -> None:
+def _forget(directory: ServiceDir, pilots: Pilots) -> None:
+    try:
+        directory.write_pilots(Pilots(pilots.cluster))
+    except OSError:  # a full disk still lets a file be removed
+        directory.forget_pilots()
+
+
+@dataclass(frozen=True, slots=True)
+class _Jobs:
+    """Jobs to end, and where those that are not local run."""
+
+    cluster: str
+    pilots: tuple[str, ...]
+    head: tuple[str, ...] = ()
+    allocation: str | None = None
+
+
+def _jobs(directory: ServiceDir, pilots: Pilots) -> _Jobs:
+    unsent = [pilot for pilot in pilots.pilots if pilot.job_id == UNSENT]
+    if unsent or pilots.head_job == UNSENT:
+        service = load_section(Service, directory.service)
+        submitter = _submitter(directory, pilots.cluster, pilots.allocation)
+        pilots = with_ids(pilots, service.name, submitter, LocalSubmitter(directory.path))
+    ids = tuple(pilot.job_id for pilot in pilots.pilots)
+    head = (pilots.head_job,) if pilots.head_job else ()
+    return _Jobs(pilots.cluster, ids, head, pilots.allocation)
+
+
+def _found(directory: ServiceDir) -> _Jobs:
+    ids = directory.jobs_found()
+    return _Jobs("local" if all(map(_is_local, ids)) else "slurm", ids)
+
+
+def _is_local(job: str) -> bool:
+    return job.startswith("local-")
+
+
+def _submitter(directory: ServiceDir, cluster: str, allocation: str | None) -> Submitter:
     from flexslurm.head.runtime import submitter_for
-    from flexslurm.slurm.local import LocalSubmitter
 
-    site, service = load_section(Site, directory.site), load_section(Service, directory.service)
-    submitter = submitter_for(pilots.cluster, site, directory, pilots.allocation)
-    local = LocalSubmitter(directory.path)
-    pilots = with_ids(pilots, service.name, submitter, local)
-    jobs = [pilot.job_id for pilot in pilots.pilots]
-    heads = [pilots.head_job] if pilots.head_job else []
-    groups = [(submitter, [*jobs, *(h for h in heads if not h.startswith("local-"))])]
-    groups.append((local, [h for h in heads if h.startswith("local-")]))
-    for owner, ids in groups:
-        if not ids:
-            continue
-        owner.cancel(ids)
-        while True:
-            states = owner.states(ids)
-            left = [job for job, info in states.items() if info.known and not info.state.over]
-            if not left:
-                break
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"these jobs are still there: {', '.join(left)}",
-                    hint="Slurm ends them after its kill wait; look with squeue",
-                )
-            time.sleep(0.2)
-    say(f"{len(jobs)} pilots have ended")
+    if cluster == "local":  # whose site may be damaged
+        return LocalSubmitter(directory.path)
+    return submitter_for(cluster, load_section(Site, directory.site), directory, allocation)
+
+
+def _cancel(directory: ServiceDir, jobs: _Jobs, deadline: float, say: Say) -> None:
+    """End them; local processes are ended even where Slurm cannot be asked."""
+    here = [job for job in jobs.head if _is_local(job)]
+    there = [job for job in (*jobs.pilots, *jobs.head) if job not in here]
+    if jobs.cluster == "slurm":
+        here += [job for job in jobs.pilots if _is_local(job)]
+        there = [job for job in there if job not in here]
+    _end(LocalSubmitter(directory.path), here, deadline)
+    if there:
+        _end(_submitter(directory, jobs.cluster, jobs.allocation), there, deadline)
+    say(f"{len(jobs.pilots)} pilots have ended")
+
+
+def _end(owner: Submitter, ids: list[str], deadline: float) -> None:
+    if not ids:
+        return
+    owner.cancel(ids)
+    while True:
+        states = owner.states(ids)
+        left = [job for job, info in states.items() if info.known and not info.state.over]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"these jobs are still there: {', '.join(left)}",
+                hint="Slurm ends them after its kill wait; look with squeue",
+            )
+        time.sleep(0.2)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     ValidationError,
@@ -25,6 +27,8 @@ from flexslurm.errors import ConfigError
 
 _MAX_FILE_BYTES = 4 * 2**20
 _MAX_SHOWN = 5
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Section(BaseModel):
@@ -47,6 +51,14 @@ class Section(BaseModel):
             if value is not None or key not in fields or takes_none(fields[key].annotation)
         }
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _no_control_characters(cls, value: Any) -> Any:
+        """Texts become paths, arguments and variables: none can hold what a keyboard cannot."""
+        if isinstance(value, str) and (bad := _CONTROL.search(value)) is not None:
+            raise ValueError(f"the character U+{ord(bad[0]):04X} is not allowed here")
+        return value
+
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
@@ -56,6 +68,18 @@ class Section(BaseModel):
                 raise ValueError(f"a number is expected, not {str(value).lower()}")
         return value
 
+
+def named(word: str) -> str:
+    """A name that becomes part of paths and job names. Raises ValueError."""
+    if _NAME.fullmatch(word) is None:
+        raise ValueError(
+            f"'{word}' is no name: letters, digits, '.', '_' and '-', at most 64, "
+            "beginning with a letter or digit"
+        )
+    return word
+
+
+Name = Annotated[str, AfterValidator(named)]
 
 S = TypeVar("S", bound=Section)
 

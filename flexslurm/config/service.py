@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from flexslurm.config.schema import Section, misfit
 from flexslurm.config.units import Fraction, Seconds
 
+MAX_POOL_NODES = 4096
+"""Over all pilots; more than one head watches well."""
+
 
 class ModelSettings(Section):
     """The model that is served."""
@@ -48,7 +51,7 @@ class ServingSettings(Section):
         600.0, description="How long requests wait when nothing fits before they get 503."
     )
     memory_fraction: Fraction = Field(0.9, description="Share of GPU memory for our arena.")
-    heartbeat: Seconds = Field(0.5, gt=0, description="Between signs of life of every process.")
+    heartbeat: Seconds = Field(0.5, gt=0.01, description="Between signs of life of every process.")
     lost_after: Seconds = Field(5.0, gt=0, description="Silence that means lost.")
     install_timeout: Seconds = Field(300.0, gt=0, description="Bound of one install of a gear.")
 
@@ -149,3 +152,10 @@ class Service(Section):
     decisions: DecisionSettings = Field(default_factory=DecisionSettings)
     scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
     executor: ExecutorSettings = Field(default_factory=ExecutorSettings)
+
+    @model_validator(mode="after")
+    def _pool_is_bounded(self) -> Service:
+        nodes = sum(entry.nodes * entry.count for entry in self.pool)
+        if nodes > MAX_POOL_NODES:
+            raise misfit(f"{nodes} nodes in all; at most {MAX_POOL_NODES} can be asked for", "pool")
+        return self

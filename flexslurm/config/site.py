@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from flexslurm.config.schema import Section, misfit, nearest_hint
+from flexslurm.config.schema import Name, Section, misfit, nearest_hint
 from flexslurm.config.units import Bytes, BytesPerS, FlopsPerS, Seconds
+
+
+def _variable(word: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", word) is None:
+        raise ValueError(f"'{word}' is no name of a variable")
+    return word
+
+
+def _env_text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a variable cannot hold the character U+0000")
+    return text
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+EnvText = Annotated[str, AfterValidator(_env_text)]
 
 
 class LinkFigures(Section):
@@ -89,7 +106,9 @@ class SlurmSettings(Section):
     )
     cluster: str | None = Field(None, description="Passed as --clusters.")
     conf: str | None = Field(None, description="SLURM_CONF, where it is not the default.")
-    poll_interval: Seconds = Field(5.0, gt=0, description="Between looks at all jobs in one call.")
+    poll_interval: Seconds = Field(
+        5.0, gt=0.05, description="Between looks at all jobs in one call."
+    )
     command_timeout: Seconds = Field(30.0, gt=0, description="Deadline of one Slurm command.")
     kill_wait: Seconds = Field(30.0, description="KillWait: from SIGTERM to SIGKILL.")
 
@@ -117,7 +136,9 @@ class NetworkSettings(Section):
         default_factory=lambda: LinkFigures(bandwidth=12.5e9, latency=5e-6),
         description="Between two nodes.",
     )
-    nccl_env: dict[str, str] = Field(default_factory=dict, description="NCCL_* for the workers.")
+    nccl_env: dict[Variable, EnvText] = Field(
+        default_factory=dict, description="NCCL_* for the workers."
+    )
 
 
 class PathSettings(Section):
@@ -130,8 +151,8 @@ class Site(Section):
     """A cluster."""
 
     name: str = Field(description="A word for the cluster, for messages.")
-    gpu_types: dict[str, GpuType] = Field(min_length=1)
-    partitions: dict[str, Partition] = Field(default_factory=dict)
+    gpu_types: dict[Name, GpuType] = Field(min_length=1)
+    partitions: dict[Name, Partition] = Field(default_factory=dict)
     slurm: SlurmSettings = Field(default_factory=SlurmSettings)
     head: HeadSettings = Field(default_factory=HeadSettings)
     network: NetworkSettings = Field(default_factory=NetworkSettings)
@@ -139,7 +160,9 @@ class Site(Section):
     setup: list[str] = Field(
         default_factory=list, description="Shell lines before our process, as module load cuda."
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment of our processes.")
+    env: dict[Variable, EnvText] = Field(
+        default_factory=dict, description="Environment of our processes."
+    )
 
     @model_validator(mode="after")
     def _partitions_name_known_types(self) -> Site:

@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault
+from flexslurm.gateway.connections import REQUEST_TIMEOUT_S, BoundedProtocol, connection_limit
 from flexslurm.gateway.streaming import Lifecycle
 
 KEEP_ALIVE_S = 75
@@ -40,9 +41,24 @@ class GatewayServer:
         self._lifecycle = lifecycle
 
     @classmethod
-    async def start(cls, app: FastAPI, host: str, port: int) -> GatewayServer:
-        """Bind and answer. Raises EnvironmentFault where the address cannot be had."""
+    async def start(
+        cls,
+        app: FastAPI,
+        host: str,
+        port: int,
+        *,
+        connections: int | None = None,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> GatewayServer:
+        """Bind and answer. Raises EnvironmentFault where the address cannot be had.
+
+        `connections` is how many are held at once; by default, as many as descriptors allow.
+        """
         listener = bind(host, port)
+        bounds = {
+            "limit": connection_limit() if connections is None else connections,
+            "request_timeout_s": request_timeout_s,
+        }
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -50,6 +66,7 @@ class GatewayServer:
             server_header=False,
             lifespan="off",
             ws="none",
+            http=type("Protocol", (BoundedProtocol,), bounds),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
         )

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -50,17 +51,26 @@ class LocalSubmitter:
 
     def submit(self, spec: PilotSpec | HeadSpec, *, place: str | None = None) -> str:
         """Start it; `place` is noted for `places`."""
-        directory = self._new_directory()
+        directory: Path | None = None
+        keeper: tuple[int, int] | None = None
         try:
+            directory = self._new_directory()
             spec.log_dir.mkdir(parents=True, exist_ok=True)
             job = self._job(directory.name, spec) | {"place": place}
             _write(directory / "job.json", job)
             keeper = self._start_keeper(directory, job["env"])
             _write(directory / "keeper.json", {"keeper": keeper})
-        except OSError as error:
-            raise EnvironmentFault(
-                f"cannot start a local job: {error}", hint=f"it needs {directory} and a process"
-            ) from error
+        except BaseException as error:
+            if keeper is not None:
+                _end_at_once(keeper[0])
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise EnvironmentFault(
+                    f"cannot start a local job: {error}",
+                    hint=f"it needs {self._jobs} and a process",
+                ) from error
+            raise
         return directory.name
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
@@ -212,6 +222,17 @@ class LocalSubmitter:
 
 def _name(path: Path) -> str:
     return str(_read(path).get("name"))
+
+
+def _end_at_once(keeper: int) -> None:
+    """End a keeper that nobody will know of, and all that it has started already."""
+    process = processes.look(keeper)
+    if process is not None:
+        os.kill(keeper, signal.SIGSTOP)  # so that it starts nothing between the look and the end
+        for found in processes.with_descendants([process], processes.everything()):
+            processes.send(found, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(keeper, 0)
 
 
 def _boot() -> str:

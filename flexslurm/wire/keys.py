@@ -54,4 +54,7 @@ def load_keys(path: Path) -> ServiceKeys:
     try:
         return msgspec.json.decode(data, type=ServiceKeys)
     except msgspec.MsgspecError as error:
-        raise ServiceError(f"the service's keys at {path} are damaged: {error}") from error
+        raise ServiceError(
+            f"the service's keys at {path} are damaged: {error}",
+            hint="stop the service, remove its directory and launch again",
+        ) from error

@@ -7,6 +7,7 @@ SERVICE_DIR/            0700
   pilots.json           the Slurm jobs: fragment → job
   head.json             where the head is: replaced at each start of a head
   head.lock             held by the living head, where the file system can lock
+  change.lock           held while the service is launched or stopped
   journal.log           what the head decided
   gears.table           a gear for each allocation of the pool
   logs/                 head, agents, workers
@@ -18,9 +19,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Annotated, TypeVar
 
 import msgspec
 
@@ -30,14 +33,16 @@ from flexslurm.wire.keys import ServiceKeys, create_keys, load_keys
 
 T = TypeVar("T")
 
+_JOB = re.compile(r"(local-[0-9]+|[0-9]+(?=_))")
+
 
 class HeadAddress(msgspec.Struct, frozen=True):
     """What a head publishes about itself."""
 
     incarnation: str
-    control: str
+    control: Annotated[str, msgspec.Meta(pattern=r"^tcp://[^\s/]+:[0-9]{1,5}$")]
     """Endpoint of the control links, `tcp://ADDRESS:PORT`."""
-    api: str
+    api: Annotated[str, msgspec.Meta(pattern=r"^https?://")]
     """Base URL of the API, `http://ADDRESS:PORT`."""
     node: str
     pid: int
@@ -82,15 +87,23 @@ class ServiceDir:
 
     def create(self) -> None:
         """Make the directory, private to the user, and its keys; keeps what is there."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.path.stat().st_uid != os.getuid():
-                raise EnvironmentFault(f"{self.path} belongs to another user")
-            self.path.chmod(0o700)
+        with self._making():
+            self._make()
             for folder in (self.logs, self.jobs):
                 folder.mkdir(exist_ok=True)
             if not self._keys.exists():
                 create_keys(self._keys)
+
+    def _make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.path.stat().st_uid != os.getuid():
+            raise EnvironmentFault(f"{self.path} belongs to another user")
+        self.path.chmod(0o700)
+
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot make the service directory {self.path}: {error.strerror}",
@@ -127,23 +140,63 @@ class ServiceDir:
     def write_pilots(self, pilots: Pilots) -> None:
         write_atomically(self._pilots, msgspec.json.format(msgspec.json.encode(pilots)))
 
+    def forget_head(self) -> None:
+        """Remove the address of a head that is known to be over, or a damaged one."""
+        self._head.unlink(missing_ok=True)
+
+    def forget_pilots(self) -> None:
+        """Remove a damaged list of jobs, once those that were found are cancelled."""
+        self._pilots.unlink(missing_ok=True)
+
+    def jobs_found(self) -> tuple[str, ...]:
+        """Ids of all jobs ever submitted from here, by their files; for when the list is lost."""
+        names = (path.name for path in self.jobs.glob("*"))
+        found = (_JOB.match(name) for name in names)
+        return tuple(sorted({match[1] for match in found if match is not None}))
+
+    @contextlib.contextmanager
+    def changing(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Be the only one who launches or stops the service, where the file system has locks.
+
+        Makes the directory where there is none. Raises ServiceExists when another one is at it
+        for longer than `wait_s`, EnvironmentFault where the directory cannot be made.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._making():
+            self._make()
+            file = (self.path / "change.lock").open("a")
+        with file:
+            while not _try_lock(file):
+                if time.monotonic() > deadline:
+                    raise ServiceExists(
+                        f"the service in {self.path} is being launched or stopped by another "
+                        "command",
+                        hint="wait until it has ended, and look with 'flexslurm status'",
+                    )
+                time.sleep(0.05)
+            yield
+
     @contextlib.contextmanager
     def head_lock(self) -> Iterator[None]:
         """Be the only head, where the file system has locks. Raises ServiceExists."""
         with (self.path / "head.lock").open("a") as file:
-            _lock(file, self.path)
+            if not _try_lock(file):
+                raise ServiceExists(
+                    f"a head is running for {self.path}",
+                    hint="see 'flexslurm status', 'flexslurm stop'",
+                )
             yield
 
 
-def _lock(file: IO[str], where: Path) -> None:
+def _try_lock(file: IO[str]) -> bool:
+    """Whether it is ours now; True also on a file system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ServiceExists(
-            f"a head is running for {where}", hint="see 'flexslurm status', 'flexslurm stop'"
-        ) from None
+        return False
     except OSError:
-        return  # no locks on this file system: the launcher has asked the published address
+        return True  # no locks here: the launcher has asked the published address
+    return True
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
@@ -154,4 +207,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except OSError as error:
         raise ServiceError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ServiceError(f"{path} is damaged: {error}", hint="stop and launch again") from error
+        raise ServiceError(
+            f"{path} is damaged: {error}",
+            hint="end the service with 'flexslurm stop', then launch again",
+        ) from error

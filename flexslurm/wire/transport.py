@@ -176,7 +176,14 @@ class HeadLink(Generic[M]):
         self._socket.curve_serverkey = keys.head_public
         self._socket.curve_publickey = keys.member_public
         self._socket.curve_secretkey = keys.member_secret
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            self._context.term()
+            os.close(self._wake_r)
+            os.close(self._wake_w)
+            raise EnvironmentFault(f"cannot connect to {endpoint}: {error}") from error
         self._thread = threading.Thread(target=self._run, name="head-link", daemon=True)
         self._thread.start()
 

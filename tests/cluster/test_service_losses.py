@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexslurm.cli import launch as launching
+from flexslurm.cli import submitting
 from flexslurm.messages import StatusAnswer
 from tests.service_harness import (
     RunningService,
@@ -143,7 +144,7 @@ def test_a_killed_head_is_launched_again_and_takes_the_pilots_over(
     whole.kill("flexslurm.head.main")
     finish(threads, 30)  # their connections died with the head
     said: list[str] = []
-    launching.execute(whole.plan, said.append)
+    submitting.execute(whole.plan, said.append)
     launching.wait_until_serving(whole.plan, said.append, 60)
     after, now = whole.directory.pilots(), whole.until(serves_all)
     assert jobs is not None and after is not None and after.pilots == jobs.pilots

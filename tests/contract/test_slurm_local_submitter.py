@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from submitter_suite import Diary, SubmitterSuite, wait
 
-from flexslurm.errors import SlurmError
-from flexslurm.slurm import processes
+from flexslurm.errors import EnvironmentFault, SlurmError
+from flexslurm.slurm import local, processes
 from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.slurm.script import HeadSpec
 from flexslurm.slurm.states import JobState
 
 
@@ -87,3 +88,25 @@ class TestLocal(SubmitterSuite):
         job_id = submitter.submit(self.spec(tmp_path, command=("/no/such/program",)))
         wait(self.reached(submitter, job_id, JobState.FAILED), 5, "it fails")
         assert "No such file" in self.state(submitter, job_id).reason
+
+
+@pytest.mark.parametrize("fails_at", ["job.json", "keeper.json"])
+def test_a_job_that_cannot_be_written_down_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    write = local._write
+
+    def full(path: Path, data: dict[str, object]) -> None:
+        if path.name == fails_at:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(local, "_write", full)
+    submitter = local.LocalSubmitter(tmp_path)
+    spec = HeadSpec(name="h", command=("sleep", "60"), log_dir=tmp_path / "logs", env={})
+    before = {process.pid for process in processes.everything()}
+    with pytest.raises(EnvironmentFault, match="No space"):
+        submitter.submit(spec)
+    assert list((tmp_path / "jobs").iterdir()) == []
+    mine = [p for p in processes.everything() if p.pid not in before and p.parent == os.getpid()]
+    assert mine == []

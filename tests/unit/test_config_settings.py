@@ -412,3 +412,44 @@ def test_the_page_shows_units_bounds_and_defaults() -> None:
     assert "| `pool.N.gpu_type` | text | required |" in text
     assert "| `model.dtype` | `float64` or `float32` or `bfloat16` or `float16` |" in text
     assert "| `partitions.NAME.max_walltime` | time |" in page(Site, "Keys")
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "a/b", ".a", "-a", "é", "x" * 65, '"a\\nb"', '""'])
+@pytest.mark.parametrize("where", ["gpu_types", "partitions"])
+def test_names_can_stand_in_paths_and_job_names(where: str, name: str) -> None:
+    text = {"gpu_types": f"gpu_types: {{{name}: {{}}}}", "partitions": "gpu_types: {a: {}}"}[where]
+    if where == "partitions":
+        text += f"\npartitions: {{{name}: {{}}}}"
+    error = refused(f"name: x\n{text}\n", Site)
+    assert "is no name" in error.message
+
+
+@pytest.mark.parametrize("env", ['{"A=B": x}', '{"": x}', "{A B: x}", "{1A: x}", '{A: "x\\0y"}'])
+def test_variables_are_what_a_process_can_have(env: str) -> None:
+    for key in (f"env: {env}", f"network: {{nccl_env: {env}}}"):
+        error = refused(f"name: x\ngpu_types: {{a: {{}}}}\n{key}\n", Site)
+        assert "variable" in error.message
+    fine = parse_section(Site, 'name: x\ngpu_types: {a: {}}\nenv: {A_1: "a\\nb"}\n', "f")
+    assert fine.env == {"A_1": "a\nb"}
+
+
+def test_texts_hold_no_control_characters() -> None:
+    for key, value in (("path", '"/m\\0"'), ("name", '"a\\nb"'), ("chat_template", '"\\e[31m"')):
+        error = refused(
+            f"name: x\nmodel: {{path: /m, {key}: {value}}}\n".replace("path: /m, path", "path")
+        )
+        assert error.key == f"model.{key}" and "not allowed" in error.message
+
+
+def test_a_pool_is_one_that_a_head_can_watch() -> None:
+    for entry in ("count: 65536", "nodes: 4097", "nodes: 64, count: 65"):
+        error = refused(
+            f"name: x\nmodel: {{path: /m}}\npool: [{{gpu_type: a, gpus: 1, {entry}}}]\n"
+        )
+        assert error.key == "pool" and "4096" in error.message
+
+
+def test_nobody_is_asked_without_a_pause() -> None:
+    assert "0.01" in refused(SERVICE + "  heartbeat: 1us\n").message
+    error = refused("name: x\ngpu_types: {a: {}}\nslurm: {poll_interval: 1ns}\n", Site)
+    assert "0.05" in error.message

@@ -1,0 +1,277 @@
+"""Submits what a launch has planned, all of it or nothing; never plans and never waits to serve.
+
+A launch and a stop of one service exclude each other. A job that is submitted is written down
+before any signal is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
+from flexslurm.cli.launch import LaunchPlan, Say, called, head_submitter, make_submitter
+from flexslurm.config.site import Site
+from flexslurm.errors import DeadlineExceeded, ServiceExists, ServiceUnreachable, SlurmError
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
+
+if TYPE_CHECKING:
+    from flexslurm.slurm.pilot import Submitter
+
+_POLL_S = 0.25
+_ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def refuse_if_running(directory: ServiceDir, timeout_s: float = 2.0) -> None:
+    """Raises ServiceExists where a head of this directory answers."""
+    from flexslurm.cli.ask import ask_status
+
+    if directory.head() is None:
+        return
+    try:
+        answer = ask_status(directory, timeout_s)
+    except ServiceUnreachable:
+        return
+    raise ServiceExists(
+        f"the service '{answer.service}' runs already, at {answer.endpoint}",
+        hint="'flexslurm stop' ends it; 'flexslurm status' shows it",
+    )
+
+
+def execute(plan: LaunchPlan, say: Say) -> Pilots:
+    """Submit pilots and head; returns them. Pilots of a head that died are taken over.
+
+    What was submitted is cancelled when a later step fails or a signal ends us. Raises
+    ServiceExists where the service runs, or is being launched or stopped.
+    """
+    directory = plan.directory
+    fresh = not directory.path.exists()
+    done: list[Pilot] = []
+    try:
+        with _signals_raise(), directory.changing():
+            fresh = fresh and not directory.service.exists()
+            directory.create()
+            directory.keys()  # what is damaged or exposed would end every process that we start
+            refuse_if_running(directory)
+            _end_old_head(plan, say)
+            _check_port(plan)
+            alive = _pilots_alive(plan)
+            _write_files(plan)
+            return _submit_all(plan, alive, done, say)
+    except ServiceExists:
+        raise
+    except BaseException:
+        if fresh and not done:
+            shutil.rmtree(directory.path, ignore_errors=True)  # nothing was ever there
+        raise
+
+
+def _submit_all(
+    plan: LaunchPlan, alive: Mapping[str, str], done: list[Pilot], say: Say
+) -> Pilots:  # fmt: skip
+    """A name is written down before a job of it is submitted, and its id before signals come."""
+    submitter = make_submitter(plan)
+    new: list[str] = []
+    try:
+        for pilot, spec in plan.pilots:
+            job = alive.get(pilot.fragment)
+            taken_over = job is not None
+            with _uninterrupted():
+                if job is None:
+                    _note(plan, [*done, pilot])
+                    job = submitter.submit(spec)
+                    new.append(job)
+                done.append(msgspec.structs.replace(pilot, job_id=job))
+                _note(plan, done)
+            say(_submitted(plan, done[-1], taken_over))
+        with _uninterrupted():
+            _note(plan, done, UNSENT)
+            made = _note(plan, done, head_submitter(plan).submit(plan.head))
+        say(f"submitted the head: job {made.head_job}")
+        return made
+    except BaseException:
+        with _uninterrupted():
+            _take_back(plan, new, done, say)
+        raise
+
+
+def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) -> Pilots:
+    noted = Pilots(plan.cluster, tuple(pilots), head, plan.allocation)
+    plan.directory.write_pilots(noted)
+    return noted
+
+
+def _take_back(plan: LaunchPlan, new: list[str], done: list[Pilot], say: Say) -> None:
+    """Cancel what this launch has submitted, answered or not; pilots it took over stay."""
+    submitter, head = make_submitter(plan), head_submitter(plan)
+    name = plan.service.name
+    names = [pilot_job(name, p.fragment) for p, _ in plan.pilots[len(done) : len(done) + 1]]
+    try:  # a submission that failed may have come through
+        unheard = [job for word in names for job in submitter.find(word)]
+        heads = head.find(head_job(name)) if len(done) == len(plan.pilots) else []
+    except SlurmError as error:
+        say(f"{error.message}: end what may be left with: flexslurm stop {called(plan)}")
+        submitter.cancel(new)
+        return  # the names stay written down
+    if new or unheard:
+        submitter.cancel([*new, *unheard])
+        say(f"cancelled the {len(new) + len(unheard)} pilots that were submitted")
+    head.cancel(heads)
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        _note(plan, [pilot for pilot in done if pilot.job_id not in new])
+
+
+def _end_old_head(plan: LaunchPlan, say: Say) -> None:
+    """Make sure that the head of an earlier launch is over; it does not answer.
+
+    One that has never published an address is just starting: raises ServiceExists. One that has
+    published it hangs, and is ended. Raises DeadlineExceeded when it does not end.
+    """
+    before = _before(plan)
+    job = before.head_job if before is not None else None
+    if before is None or job is None:
+        return
+    owner = job_owner(plan.site, plan.directory, before, job)
+    info = owner.states([job])[job]
+    if info.known and not info.state.over:
+        if plan.directory.head() is None:
+            raise ServiceExists(
+                f"the service is being launched: its head, job {job}, is {str(info.state).lower()}",
+                hint=f"follow it with: flexslurm status {called(plan)}",
+            )
+        refuse_if_running(plan.directory, 10.0)
+        say(f"the head, job {job}, does not answer: it is ended")
+        owner.cancel([job])
+        deadline = time.monotonic() + plan.site.slurm.kill_wait + 10.0
+        while not (info := owner.states([job])[job]).state.over and info.known:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the old head, job {job}, does not end")
+            time.sleep(_POLL_S)
+    plan.directory.forget_head()
+
+
+def _check_port(plan: LaunchPlan) -> None:
+    """Where the head starts on this machine: whether it can listen. Raises EnvironmentFault."""
+    from flexslurm.gateway.server import bind
+
+    gateway = plan.service.gateway
+    if plan.head_here or plan.cluster == "local":
+        bind(gateway.host, gateway.port).close()
+
+
+def job_owner(site: Site, directory: ServiceDir, jobs: Pilots, job: str) -> Submitter:
+    """Who knows about the head's job: local processes have names of their own."""
+    from flexslurm.head.runtime import submitter_for
+    from flexslurm.slurm.local import LocalSubmitter
+
+    if job.startswith("local-"):
+        return LocalSubmitter(directory.path, kill_wait_s=site.slurm.kill_wait)
+    return submitter_for(jobs.cluster, site, directory, jobs.allocation)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end us as Ctrl-C does: by an exception, so that we clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals wait until the block is over; sbatch, started inside, does not hear them either.
+
+    They are blocked for what we start, and noted for ourselves: a signal that another thread
+    takes would still be handled in the middle of the block.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: noted.append(number)) for n in _ENDING}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+def _write_files(plan: LaunchPlan) -> None:
+    from flexslurm.wire.files import write_atomically
+
+    directory = plan.directory
+    for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
+        # JSON is YAML 1.2, which is how the files are read; PyYAML writes 1.1
+        write_atomically(path, section.model_dump_json(indent=2).encode(), mode=0o600)
+    if plan.table is not None:
+        write_atomically(directory.gears, plan.table)
+
+
+def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:
+    where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
+    what = "took over" if taken_over else "submitted"
+    return f"{what} {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {pilot.job_id}"
+
+
+def _before(plan: LaunchPlan) -> Pilots | None:
+    """The jobs of the launch before, those that it had no time to write down included."""
+    before = plan.directory.pilots()
+    if before is None or before.cluster != plan.cluster:
+        return before
+    return with_ids(before, plan.service.name, make_submitter(plan), head_submitter(plan))
+
+
+def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
+    """Jobs of an earlier launch that still wait or run, by fragment; their head is dead.
+
+    Raises ServiceExists when they are not pilots of this pool.
+    """
+    before = _before(plan)
+    if before is None or not before.pilots:
+        return {}
+    states = make_submitter(plan).states([p.job_id for p in before.pilots])
+    alive = [p for p in before.pilots if states[p.job_id].known and not states[p.job_id].state.over]
+    wanted = {p.fragment: p for p, _ in plan.pilots}
+    others = [
+        p.job_id
+        for p in alive
+        if before.cluster != plan.cluster
+        or p.fragment not in wanted
+        or msgspec.structs.replace(p, job_id=UNSENT) != wanted[p.fragment]
+    ]
+    if others:
+        raise ServiceExists(
+            f"jobs of an earlier launch with another pool are still there: {', '.join(others)}",
+            hint=f"flexslurm stop {called(plan)} ends them",
+        )
+    return {p.fragment: p.job_id for p in alive}
+
+
+def cancel_all(plan: LaunchPlan, made: Pilots) -> None:
+    """End the jobs of a launch that failed, and no others that have come since."""
+    make_submitter(plan).cancel([pilot.job_id for pilot in made.pilots])
+    if made.head_job is not None:
+        head_submitter(plan).cancel([made.head_job])
+    if plan.directory.pilots() == made:
+        plan.directory.write_pilots(Pilots(plan.cluster))

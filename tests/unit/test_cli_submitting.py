@@ -1,0 +1,234 @@
+"""A launch is whole or leaves nothing, whoever interrupts it; a stop ends what it can find."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flexslurm.cli import launch as launching
+from flexslurm.cli import stopping, submitting
+from flexslurm.cli.launch import LaunchPlan
+from flexslurm.config.schema import parse_section
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.errors import (
+    EnvironmentFault,
+    FlexslurmError,
+    ServiceExists,
+    ServiceUnreachable,
+    SlurmUnavailable,
+)
+from flexslurm.slurm.jobs import JobInfo, unknown
+from flexslurm.slurm.local import LocalSubmitter
+from flexslurm.slurm.script import HeadSpec, PilotSpec
+from flexslurm.slurm.states import JobState
+from flexslurm.wire.service_dir import HeadAddress, Pilot, Pilots, ServiceDir
+
+ADDRESS = HeadAddress("h-1", "tcp://127.0.0.1:1", "http://127.0.0.1:2", "node", 1)
+
+
+class FakeJobs:
+    """Jobs in memory; `at_submit` is called with each new id before its submitter hears of it."""
+
+    def __init__(self) -> None:
+        self.alive: dict[str, JobState] = {}
+        self.names: dict[str, str] = {}
+        self.made: list[str] = []
+        self.at_submit: Callable[[str], None] = lambda _: None
+
+    def submit(self, spec: PilotSpec | HeadSpec) -> str:
+        job = str(len(self.made) + 1)
+        self.made.append(job)
+        self.names[job] = spec.name
+        self.alive[job] = JobState.RUNNING
+        self.at_submit(job)
+        return job
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
+        return {
+            job: JobInfo(id=job, state=self.alive[job]) if job in self.alive else unknown(job, "")
+            for job in job_ids
+        }
+
+    def find(self, name: str) -> list[str]:
+        return [job for job in self.alive if self.names[job] == name]
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        for job in job_ids:
+            self.alive.pop(job, None)
+
+    def preview(self, spec: PilotSpec | HeadSpec) -> str:
+        return spec.name
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
+    fake = FakeJobs()
+    monkeypatch.setattr(submitting, "make_submitter", lambda _: fake)
+    monkeypatch.setattr(submitting, "head_submitter", lambda _: fake)
+    monkeypatch.setattr(submitting, "job_owner", lambda *_: fake)
+    return fake
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> LaunchPlan:
+    service = parse_section(
+        Service,
+        "name: chat\nmodel: {path: /m}\n"
+        "pool: [{gpu_type: a100, gpus: 1, partition: p, count: 3}]\n",
+        "f",
+    )
+    site = parse_section(Site, "name: s\ngpu_types: {a100: {}}\npartitions: {p: {}}\n", "f")
+    directory = ServiceDir(tmp_path / "a b'c")
+    pilots = launching._pilots(service, site, directory, "slurm")
+    head = HeadSpec(name="chat.head", command=("true",), log_dir=directory.logs, env={})
+    gear: Any = None
+    return LaunchPlan(service, site, directory, "slurm", False, gear, (), pilots, head)
+
+
+def silent(_: str) -> None:
+    """Nobody listens."""
+
+
+def test_all_is_submitted_and_written_down(plan: LaunchPlan, jobs: FakeJobs) -> None:
+    made = submitting.execute(plan, silent)
+    assert (plan.directory.pilots(), made.head_job) == (made, "4")
+    assert [pilot.job_id for pilot in made.pilots] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("at", ["1", "2", "3", "4"])
+def test_a_signal_during_any_submission_leaves_no_job(
+    plan: LaunchPlan, jobs: FakeJobs, number: signal.Signals, at: str
+) -> None:
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    jobs.at_submit = lambda job: os.kill(os.getpid(), number) if job == at else None
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        submitting.execute(plan, silent)
+    assert jobs.alive == {}
+    assert plan.directory.pilots() == Pilots("slurm")
+    after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert after == handlers
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {number} == set()
+
+
+@pytest.mark.parametrize("at", ["1", "3", "4"])
+def test_a_submission_without_an_answer_leaves_no_job(
+    plan: LaunchPlan, jobs: FakeJobs, at: str
+) -> None:
+    def unheard(job: str) -> None:
+        if job == at:
+            raise SlurmUnavailable("sbatch did not answer")
+
+    jobs.at_submit = unheard
+    with pytest.raises(SlurmUnavailable):
+        submitting.execute(plan, silent)
+    assert jobs.made[-1] == at
+    assert jobs.alive == {}
+
+
+def test_a_refused_head_leaves_no_job(plan: LaunchPlan, jobs: FakeJobs) -> None:
+    def refuse(job: str) -> None:
+        if job == "4":
+            jobs.alive.pop(job)
+            raise EnvironmentFault("no")
+
+    jobs.at_submit = refuse
+    with pytest.raises(EnvironmentFault):
+        submitting.execute(plan, silent)
+    assert jobs.alive == {}
+
+
+def test_a_directory_that_was_made_for_nothing_is_gone(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(submitting, "_write_files", full)
+    with pytest.raises(OSError, match="No space"):
+        submitting.execute(plan, silent)
+    assert not plan.directory.path.exists()
+    assert jobs.made == []
+
+
+def test_two_launches_exclude_each_other(plan: LaunchPlan, jobs: FakeJobs) -> None:
+    with plan.directory.changing(), pytest.raises(ServiceExists, match="launched or stopped"):
+        submitting.execute(plan, silent)
+    assert jobs.made == []
+    assert plan.directory.path.exists()
+
+
+def test_a_head_that_is_just_starting_is_not_doubled(plan: LaunchPlan, jobs: FakeJobs) -> None:
+    submitting.execute(plan, silent)
+    with pytest.raises(ServiceExists, match="head, job 4, is running") as refused:
+        submitting.execute(plan, silent)
+    assert f"--service-dir '{plan.directory.path.parent}" in (refused.value.hint or "")
+    assert len(jobs.made) == len(jobs.alive) == 4
+
+
+def test_a_head_that_hangs_is_ended_and_its_pilots_are_taken_over(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ServiceUnreachable("no answer")
+
+    monkeypatch.setattr("flexslurm.cli.ask.ask_status", unreachable)
+    submitting.execute(plan, silent)
+    plan.directory.publish_head(ADDRESS)
+    made = submitting.execute(plan, silent)
+    assert [pilot.job_id for pilot in made.pilots] == ["1", "2", "3"]
+    assert made.head_job == "5"
+    assert set(jobs.alive) == {"1", "2", "3", "5"}
+    assert plan.directory.head() is None
+
+
+def test_a_failed_launch_cancels_its_own_jobs_only(plan: LaunchPlan, jobs: FakeJobs) -> None:
+    first = submitting.execute(plan, silent)
+    jobs.cancel(["1", "2", "3", "4"])
+    second = submitting.execute(plan, silent)
+    submitting.cancel_all(plan, first)
+    assert plan.directory.pilots() == second
+    assert set(jobs.alive) == {"5", "6", "7", "8"}
+    submitting.cancel_all(plan, second)
+    assert (jobs.alive, plan.directory.pilots()) == ({}, Pilots("slurm"))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\0", b"[]", b'{"cluster": 5}'])
+@pytest.mark.parametrize("name", ["pilots.json", "head.json", "keys.json"])
+def test_a_damaged_directory_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: bytes
+) -> None:
+    monkeypatch.setattr(stopping, "_ANSWER_S", 0.2)
+    directory = ServiceDir(tmp_path / "service")
+    directory.create()
+    site = "name: s\ngpu_types: {a: {}}\n"
+    directory.site.write_text(site)
+    directory.service.write_text(yaml.safe_dump({"name": "x"}))
+    owner = LocalSubmitter(directory.path)
+    job = owner.submit(HeadSpec(name="h", command=("sleep", "60"), log_dir=directory.logs, env={}))
+    directory.write_pilots(Pilots("local", (Pilot("a-1", job, None, "a", 1, 1),), None))
+    directory.publish_head(ADDRESS)
+    (directory.path / name).write_bytes(text)
+    said: list[str] = []
+    try:
+        stopping.stop_service(directory, 0.0, 15.0, said.append)
+    finally:
+        owner.cancel([job])
+    assert owner.states([job])[job].state.over
+    assert directory.head() is None
+    assert directory.pilots() in (None, Pilots("local"))
+
+
+@pytest.mark.parametrize("text", ["~no-such-user/x", "~no-such-user"])
+def test_a_home_that_is_not_there_is_said(text: str) -> None:
+    with pytest.raises(FlexslurmError, match="no such home"):
+        launching.service_directory(text + "/y")
+    with pytest.raises(FlexslurmError, match="no such home"):
+        launching.service_directory("chat", {"FLEXSLURM_SERVICES": text})

@@ -1,0 +1,74 @@
+"""The service directory: one who changes it at a time, and damage that is told as such."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from flexslurm.errors import EnvironmentFault, ServiceError, ServiceExists
+from flexslurm.messages import ToCli
+from flexslurm.wire.service_dir import HeadAddress, ServiceDir
+from flexslurm.wire.transport import HeadLink
+
+
+def test_only_one_changes_a_service_at_a_time(tmp_path: Path) -> None:
+    first, second = ServiceDir(tmp_path / "a"), ServiceDir(tmp_path / "a")
+    with first.changing(), pytest.raises(ServiceExists), second.changing(0.1):
+        pytest.fail("two at once")
+    with second.changing():
+        pass
+
+
+def test_a_stop_waits_for_a_launch_to_end(tmp_path: Path) -> None:
+    first, second = ServiceDir(tmp_path / "a"), ServiceDir(tmp_path / "a")
+    order: list[str] = []
+    held = threading.Event()
+
+    def launch() -> None:
+        with first.changing():
+            held.set()
+            order.append("launched")
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert held.wait(5)
+    with second.changing(5.0):
+        order.append("stopped")
+    thread.join(5)
+    assert order == ["launched", "stopped"]
+
+
+@pytest.mark.parametrize(
+    "control", ["garbage", "ipc:///tmp/x", "tcp://", "tcp://a b:1", "tcp://a:b"]
+)
+def test_an_address_that_is_none_is_damage(tmp_path: Path, control: str) -> None:
+    directory = ServiceDir(tmp_path)
+    directory.publish_head(HeadAddress("h", control, "http://a:1", "n", 1))
+    with pytest.raises(ServiceError, match="is damaged"):
+        directory.head()
+    directory.forget_head()
+    assert directory.head() is None
+
+
+def test_a_port_that_cannot_be_is_said(tmp_path: Path) -> None:
+    directory = ServiceDir(tmp_path / "a")
+    directory.create()
+    with pytest.raises(EnvironmentFault, match="cannot connect"):
+        HeadLink("tcp://:::1:x", directory.keys(), "c-1", ToCli)
+
+
+def test_jobs_are_found_by_their_files(tmp_path: Path) -> None:
+    directory = ServiceDir(tmp_path)
+    directory.jobs.mkdir()
+    for name in ("local-3", "12_submission.sh", "12_submitted.pkl", "14_0_log.out", "abc.sh", "77"):
+        (directory.jobs / name).touch()
+    assert directory.jobs_found() == ("12", "14", "local-3")
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "x" * 300])
+def test_a_place_that_cannot_be_made_is_said(tmp_path: Path, place: str) -> None:
+    made = ServiceDir(tmp_path / place)
+    with pytest.raises(EnvironmentFault, match="cannot make the service"), made.changing():
+        pytest.fail("it was made")
