@@ -604,7 +604,9 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
     finished: int
     tokens_total: int
     shifts: tuple[dict[str, float | str], ...] = ()
-    """The last shifts: `epoch`, `why`, `from`, `to`, `started_s_ago`, `took_s`, `outcome`."""
+    """The last shifts: `epoch`, `why`, `from`, `to`, `started_s_ago`, `took_s`, `outcome`; of the
+    weights, `weights_bytes`, of which `moved_bytes` came from other GPUs and `kept_bytes` were in
+    place, `load_s` and `groups_s` of the slowest worker."""
     uptime_s: float = 0.0
 
 

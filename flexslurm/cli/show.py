@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flexslurm.gear import Gear, Replica
 from flexslurm.messages import FragmentStatus, StatusAnswer
 
@@ -58,12 +60,30 @@ def render_status(answer: StatusAnswer) -> str:
     lines += _table(answer.fragments)
     if answer.shifts:
         lines += ["", "last shifts:"]
-        lines += [
-            f"  epoch {float(s['epoch']):.0f}, {_duration(float(s['started_s_ago']))} ago, "
-            f"{float(s['took_s']):.2f} s, {s['outcome']}: {s['why']}"
-            for s in answer.shifts[-5:]
-        ]
+        lines += [_shift(shift) for shift in answer.shifts[-5:]]
     return "\n".join(lines)
+
+
+def _shift(shift: Mapping[str, float | str]) -> str:
+    def number(key: str) -> float:
+        return float(shift.get(key, 0.0))
+
+    line = (
+        f"  epoch {number('epoch'):.0f}, {_duration(number('started_s_ago'))} ago, "
+        f"{number('took_s'):.2f} s, {shift['outcome']}: {shift['why']}"
+    )
+    if not number("weights_bytes"):
+        return line
+    moved, kept = number("moved_bytes"), number("kept_bytes")
+    read = max(number("weights_bytes") - moved - kept, 0.0)
+    return (
+        f"{line}\n    weights: {_size(kept)} in place, {_size(moved)} from other GPUs, "
+        f"{_size(read)} from files, in {number('load_s'):.2f} s"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def _table(fragments: tuple[FragmentStatus, ...]) -> list[str]:

@@ -1,17 +1,53 @@
-"""What a restarted head takes from the journal; never writes it."""
+"""What a head remembers of its journal, and a restarted one goes on from; never writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+_DECISIONS = 200
+"""The last ones stay readable in a journal that was shortened."""
 
-def restore_epoch(records: Sequence[Mapping[str, Any]]) -> tuple[int, frozenset[str]]:
-    """The highest epoch of a journal and the fragments that were cordoned, for a restarted head."""
-    epoch = max((int(r["epoch"]) for r in records if r.get("event") == "epoch"), default=0)
-    cordoned: set[str] = set()
-    for record in records:
-        if record.get("event") == "cordon":
-            fragment = str(record["fragment"])
-            (cordoned.add if record["cordon"] else cordoned.discard)(fragment)
-    return epoch, frozenset(cordoned)
+
+class Memory:
+    """Takes the journal's records in order; implements `wire.journal.Keep`."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """The highest there was."""
+        self.cordoned: set[str] = set()
+        self.open_requests: dict[str, Mapping[str, Any]] = {}
+        """Accepted and not ended, by sequence."""
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
+
+    def take(self, record: dict[str, Any]) -> None:
+        match record.get("event"):
+            case "accepted":
+                self.open_requests[str(record["seq"])] = record
+            case "ended":
+                self.open_requests.pop(str(record["seq"]), None)
+            case "remembered":
+                self.epoch = max(self.epoch, int(record["epoch"]))
+                self.cordoned = set(record["cordoned"])
+            case _:
+                self._decisions.append(record)
+                self._decided(record)
+
+    def _decided(self, record: Mapping[str, Any]) -> None:
+        match record.get("event"):
+            case "epoch":
+                self.epoch = max(self.epoch, int(record["epoch"]))
+            case "cordon":
+                fragment = str(record["fragment"])
+                (self.cordoned.add if record["cordon"] else self.cordoned.discard)(fragment)
+
+    def records(self) -> Iterable[dict[str, Any]]:
+        """Few records that give this memory again."""
+        if self.epoch or self.cordoned:
+            yield {
+                "event": "remembered", "epoch": self.epoch, "cordoned": sorted(self.cordoned)
+            }  # fmt: skip
+        yield from self._decisions
+        for record in self.open_requests.values():
+            yield dict(record)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from flexslurm.control.events import Event, PilotGone, PilotLeaving
-from flexslurm.errors import SlurmError
+from flexslurm.errors import FlexslurmError
 from flexslurm.head.status import JobView
+from flexslurm.slurm.command import backoff_s
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.pilot import Submitter
 from flexslurm.wire.service_dir import Pilot
 
 log = logging.getLogger(__name__)
 
-_MAX_BACKOFF = 8
+_MOST_INTERVALS = 8
+"""Between two looks, while there are no answers."""
 
 
 class JobPoller:
@@ -31,38 +32,59 @@ class JobPoller:
     ) -> None:
         self._submitter, self._pilots, self._tell = submitter, pilots, tell
         self._interval_s = interval_s
-        self._warned: set[tuple[str, int]] = set()
+        self._warned: dict[str, int] = {}
+        """The restarts of jobs when they were last said to be preempted."""
         self._over: set[str] = set()
+        self._held: set[str] = set()
         self.views: dict[str, JobView] = {}
 
     async def run(self) -> None:
-        """Poll until cancelled, rarely while Slurm does not answer."""
-        backoff = 1
+        """Poll until cancelled, rarely while there are no answers."""
+        waits: Iterator[float] | None = None
         while True:
             try:
-                infos = await asyncio.to_thread(
-                    self._submitter.states, [p.job_id for p in self._pilots()]
-                )
-            except SlurmError as error:
-                backoff = min(2 * backoff, _MAX_BACKOFF)
-                log.warning("Slurm does not tell about our jobs: %s", error.message)
+                pilots = [pilot for pilot in self._pilots() if pilot.job_id]
+                infos = await asyncio.to_thread(self._submitter.states, [p.job_id for p in pilots])
+            except FlexslurmError as error:
+                # also this machine's own troubles: no process, no memory, a file half there
+                base_s = self._interval_s
+                waits = waits or backoff_s(2 * base_s, _MOST_INTERVALS * base_s)
+                log.warning("nothing is known of our jobs now: %s", error.message)
+                await asyncio.sleep(next(waits))
             else:
-                backoff = 1
-                self.take(infos)
-            await asyncio.sleep(self._interval_s * backoff * random.uniform(0.9, 1.1))  # noqa: S311
+                waits = None
+                self.take(pilots, infos)
+                await asyncio.sleep(self._interval_s)
 
-    def take(self, infos: dict[str, JobInfo]) -> None:
+    def take(self, pilots: Iterable[Pilot], infos: dict[str, JobInfo]) -> None:
         """One look: new ends and new preemptions become events."""
-        for pilot in self._pilots():
-            info = infos.get(pilot.job_id)
-            if info is None:
-                continue
-            self.views[pilot.job_id] = JobView(str(info.state), info.reason, info.state.over)
-            if info.state.over and pilot.job_id not in self._over:
-                self._over.add(pilot.job_id)
-                self._tell(PilotGone(pilot.fragment, f"Slurm: {info.state} {info.reason}".strip()))
-            if not info.state.over:
-                self._over.discard(pilot.job_id)
-            if info.preempt_in_s is not None and (pilot.job_id, info.restarts) not in self._warned:
-                self._warned.add((pilot.job_id, info.restarts))
-                self._tell(PilotLeaving(pilot.fragment, "PreemptTime", max(info.preempt_in_s, 0.0)))
+        known = {pilot.job_id: pilot for pilot in pilots}
+        self._forget_all_but(known.keys())
+        for job_id, pilot in known.items():
+            if (info := infos.get(job_id)) is not None:
+                self._look(pilot, info)
+
+    def _look(self, pilot: Pilot, info: JobInfo) -> None:
+        job_id, over = pilot.job_id, info.state.over
+        self.views[job_id] = JobView(str(info.state), info.reason, over)
+        if over and job_id not in self._over:
+            self._over.add(job_id)
+            self._tell(PilotGone(pilot.fragment, f"Slurm: {info.state} {info.reason}".strip()))
+        if not over:
+            self._over.discard(job_id)
+        if info.preempt_in_s is not None and self._warned.get(job_id) != info.restarts:
+            self._warned[job_id] = info.restarts
+            self._tell(PilotLeaving(pilot.fragment, "PreemptTime", max(info.preempt_in_s, 0.0)))
+        if info.held and job_id not in self._held:
+            self._held.add(job_id)
+            log.warning("job %s of %s is held: scontrol release %s", job_id, pilot.fragment, job_id)
+        elif not info.held:
+            self._held.discard(job_id)
+
+    def _forget_all_but(self, jobs: Iterable[str]) -> None:
+        kept = set(jobs)
+        self._over &= kept
+        self._held &= kept
+        for known in (self._warned, self.views):
+            for job_id in known.keys() - kept:
+                del known[job_id]

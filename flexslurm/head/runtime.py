@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from flexslurm.config.schema import load_section
 from flexslurm.config.service import Service
@@ -25,13 +25,14 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.phases import InstallSettings
 from flexslurm.control.policy import PolicySettings
-from flexslurm.control.restore import restore_epoch
+from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
 from flexslurm.engine.families import check_model
 from flexslurm.errors import FlexslurmError
 from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
+from flexslurm.head.installs import Installs
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
 from flexslurm.head.observer import SequenceSummary
@@ -54,13 +55,14 @@ from flexslurm.slurm.allocation import AllocationSubmitter
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.address import node_address
-from flexslurm.wire.journal import Journal
+from flexslurm.wire.journal import Journal, unwritable
 from flexslurm.wire.service_dir import HeadAddress, Pilot, ServiceDir
 from flexslurm.wire.transport import HeadSocket
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
+P = ParamSpec("P")
 
 
 def control_settings(service: Service, site: Site, head: str) -> ControlSettings:
@@ -120,8 +122,8 @@ class Head:
         self.site = load_section(Site, directory.site)
         self.incarnation = f"h-{secrets.token_hex(4)}"
         self.started_at = time.monotonic()
-        self.journal = Journal(directory.journal)
-        epoch, cordoned = restore_epoch(self.journal.records)
+        self.memory = Memory()
+        self.journal = Journal(directory.journal, self.memory)
         self.info = check_model(self.service.model.path)
         self.api = ApiServer(self.service, self.info.max_context)
         self.ledger = Ledger(
@@ -144,9 +146,8 @@ class Head:
             probe_tokens=self.service.executor.health_probe_tokens,
         )
         self.control = Control(
-            control_settings(self.service, self.site, self.incarnation), self.planner, epoch=epoch
+            control_settings(self.service, self.site, self.incarnation), self.planner
         )
-        self.control.members.cordoned |= cordoned
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
@@ -154,19 +155,22 @@ class Head:
         self._stop_reason = ""
         self._asked: list[str] = []
         self._drain_s = 0.0
-        self._close_forgotten()
+        self._fault: Exception | None = None
+        self._counted_epoch = 0
+        self.installs = Installs()
 
     # ------------------------------------------------------------------ journal of requests
 
-    def _close_forgotten(self) -> None:
-        """Requests of a head that died: their connections died with it, so they have ended."""
-        open_ids: dict[str, None] = {}
-        for record in self.journal.records:
-            if record.get("event") == "accepted":
-                open_ids[str(record["seq"])] = None
-            elif record.get("event") == "ended":
-                open_ids.pop(str(record["seq"]), None)
-        for seq in open_ids:
+    def _remember(self) -> None:
+        """Go on from the journal. Raises ServiceError, EnvironmentFault."""
+        try:
+            self.journal.open()
+        except OSError as error:
+            raise unwritable(self.journal.path, error) from error
+        self.control.epoch = self.memory.epoch
+        self.control.members.cordoned |= self.memory.cordoned
+        # requests of a head that died: their connections died with it, so they have ended
+        for seq in list(self.memory.open_requests):
             self._note({"event": "ended", "seq": seq, "finish": "abort", "why": "head restarted"})
         self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
 
@@ -181,7 +185,10 @@ class Head:
 
     def _note(self, record: dict[str, Any]) -> None:
         """A request's line: in the kernel's hands at once, on disk with the next decision."""
-        self.journal.append(record, sync=False)
+        try:
+            self.journal.append(record, sync=False)
+        except OSError as error:
+            self._fail(unwritable(self.journal.path, error))
 
     # ------------------------------------------------------------------ life
 
@@ -190,6 +197,8 @@ class Head:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name, 0.0)
+        self._remember()
+        self._counted_epoch = self.control.epoch
         self._open_table(or_plan=True)
         address = node_address(self.site.network)
         self.socket = HeadSocket(self.directory.keys(), self._hear, host="0.0.0.0")  # noqa: S104
@@ -252,6 +261,8 @@ class Head:
             done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
+            if self._fault is not None:
+                raise self._fault
         finally:
             stop.cancel()
 
@@ -273,6 +284,7 @@ class Head:
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
         """Let running requests end for the drain time, then end everything in order."""
         reason = self._stop_reason or "the head ends"
+        asked = bool(self._stop_reason) and self._fault is None
         self.ledger.cordon("the service is stopping")
         deadline = time.monotonic() + self._drain_s
         while not self.ledger.empty and time.monotonic() < deadline:
@@ -283,7 +295,8 @@ class Head:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.api.stop()
         if self.socket is not None:
-            for agent in self.control.members.agents.values():
+            # pilots of a head that fails stay: another one that is launched takes them over
+            for agent in self.control.members.agents.values() if asked else ():
                 self.socket.send(agent.id, ReleaseAgent(reason=reason))
             for asker in self._asked:
                 self.socket.send(asker, AskDone(message=reason))
@@ -300,16 +313,48 @@ class Head:
         self._stop_reason = self._stop_reason or reason
         self._stopping.set()
 
+    def _fail(self, error: Exception) -> None:
+        """End with this error, from wherever in the loop it came."""
+        if self._fault is None:
+            log.error("the head ends: %s", error)
+            self._fault = error
+        self.stop("the head has failed", 0.0)
+
     # ------------------------------------------------------------------ hearing
 
     def _hear(self, sender: str, message: Message) -> None:
-        if isinstance(message, FromCli):
-            self._answer(sender, message)
-        elif not self.effects.take(sender, message):
-            self.controller.hear(sender, message)
+        self._guard(self._take, sender, message)
 
     def _tell(self, event: Event) -> None:
-        self.controller.take(event)
+        self._guard(self.controller.take, event)
+        self._count_shifts()
+
+    def _guard(self, act: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """What is half done here cannot be gone on with; another head can, from the journal."""
+        if self._fault is not None:
+            return
+        try:
+            act(*args, **kwargs)
+        except FlexslurmError as error:
+            self._fail(error)
+        except Exception as error:  # a bug: it is logged, and this process ends
+            log.exception("this is a bug in flexslurm")
+            self._fail(error)
+
+    def _take(self, sender: str, message: Message) -> None:
+        if isinstance(message, FromCli):
+            self._answer(sender, message)
+            return
+        self.installs.take(message)
+        if not self.effects.take(sender, message):
+            self.controller.hear(sender, message)
+
+    def _count_shifts(self) -> None:
+        for report in self.control.history:
+            if report.epoch > self._counted_epoch:
+                self._counted_epoch = report.epoch
+                outcome, _, _ = report.outcome.partition(":")
+                self.api.metrics.shift(outcome, report.took_s)
 
     def _tell_soon(self, event: Event) -> None:
         # from within a driver's call: the controller closes drivers, so it acts in the next turn
@@ -359,6 +404,7 @@ class Head:
             stopping=bool(self._stop_reason),
             now=time.monotonic(),
             started_at=self.started_at,
+            installs=self.installs,
         )
 
     def _extra_status(self) -> dict[str, Any]:

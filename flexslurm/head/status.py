@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.state import Control
 from flexslurm.gear import Slot
+from flexslurm.head.installs import InstallFigures, Installs
 from flexslurm.head.ledger import Figures
 from flexslurm.messages import FinishReason, FragmentStatus, GpuStatus, StatusAnswer
 from flexslurm.wire.service_dir import Pilot
@@ -33,6 +34,7 @@ def status_answer(
     stopping: bool,
     now: float,
     started_at: float,
+    installs: Installs,
 ) -> StatusAnswer:
     """Build the answer; `jobs` by job id."""
     current = control.current
@@ -44,7 +46,7 @@ def status_answer(
         reason=control.failed or control.reason,
         epoch=control.epoch,
         gear=current.gear if current is not None else None,
-        fragments=tuple(_fragments(control, pilots, jobs, now)),
+        fragments=tuple(_fragments(control, pilots, jobs, installs, now)),
         running=figures.replicas.running,
         waiting=figures.live - figures.replicas.running,
         kv_used=figures.replicas.kv_used,
@@ -61,6 +63,7 @@ def status_answer(
                 "started_s_ago": round(now - report.started_at, 3),
                 "took_s": round(report.took_s, 3),
                 "outcome": report.outcome,
+                **_installed(installs.figures(report.epoch)),
             }
             for report in control.history
         ),
@@ -68,9 +71,28 @@ def status_answer(
     )
 
 
+def _installed(figures: InstallFigures) -> dict[str, float | str]:
+    return {
+        "weights_bytes": figures.weights_bytes,
+        "moved_bytes": figures.moved_bytes,
+        "kept_bytes": figures.kept_bytes,
+        "load_s": round(figures.load_s, 3),
+        "groups_s": round(figures.groups_s, 3),
+    }
+
+
 def _fragments(
-    control: Control, pilots: Iterable[Pilot], jobs: Mapping[str, JobView], now: float
+    control: Control,
+    pilots: Iterable[Pilot],
+    jobs: Mapping[str, JobView],
+    installs: Installs,
+    now: float,
 ) -> Iterable[FragmentStatus]:
+    shift = control.shift
+    installs.forget_all_but(
+        (worker.worker for worker in control.members.workers()),
+        shift.epoch if shift is not None else None,
+    )
     slots: dict[GpuAt, Slot] = {}
     if control.current is not None:
         slots = {at: slot for slot, at in control.current.placement.items()}
@@ -80,12 +102,12 @@ def _fragments(
     for pilot in pilots:
         agents = by_fragment.pop(pilot.fragment, [])
         for agent in agents:
-            yield _of_agent(agent, control, slots, now)
+            yield _of_agent(agent, control, slots, installs, now)
         if not agents:
             yield _without_agent(pilot, jobs.get(pilot.job_id))
     for agents in by_fragment.values():
         for agent in agents:
-            yield _of_agent(agent, control, slots, now)
+            yield _of_agent(agent, control, slots, installs, now)
 
 
 def _without_agent(pilot: Pilot, job: JobView | None) -> FragmentStatus:
@@ -102,11 +124,16 @@ def _without_agent(pilot: Pilot, job: JobView | None) -> FragmentStatus:
 
 
 def _of_agent(
-    agent: AgentRecord, control: Control, slots: Mapping[GpuAt, Slot], now: float
+    agent: AgentRecord,
+    control: Control,
+    slots: Mapping[GpuAt, Slot],
+    installs: Installs,
+    now: float,
 ) -> FragmentStatus:
     gpus = tuple(_of_gpu(agent, gpu.index, slots) for gpu in agent.hello.gpus)
     serving = any(gpu.slot for gpu in gpus)
-    state, detail = "serving" if serving else "ready", ""
+    state = "serving" if serving else "ready"
+    detail = installs.detail(worker.worker for worker in agent.workers.values())
     if agent.hello.fragment in control.members.cordoned:
         state = "cordoned"
     elif agent.state != "ready":

@@ -1,23 +1,44 @@
-"""An append-only record of what the head decided, read back after a crash; never rewritten.
+"""A record of what the head decided, read back after a crash; never interprets a record.
 
 One record a line: the CRC-32 of the rest in hexadecimal, a blank, JSON. A crash may tear the last
 record; reading drops a torn tail, and opening for append cuts it off. Damage before the tail is an
-error, because what followed it was acted on.
+error, because what followed it was acted on. So that it does not grow for ever, a journal is
+replaced, at once, by the few records that its `Keep` says still matter: when it is opened, and
+whenever it has grown large.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import msgspec
 
-from flexslurm.errors import ServiceError
-from flexslurm.wire.files import sync_directory
+from flexslurm.errors import EnvironmentFault, ServiceError
+from flexslurm.wire.files import sync_directory, write_atomically
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 64 * 2**20
+"""A journal that has grown by this much is replaced by what is kept of it."""
 
 Record = dict[str, Any]
+
+
+class Keep(Protocol):
+    """What is to be remembered of the records."""
+
+    def take(self, record: Record) -> None:
+        """Every record of the journal, in order: read at the start, or appended."""
+        ...
+
+    def records(self) -> Iterable[Record]:
+        """Records that give the same memory when they are taken in order."""
+        ...
 
 
 def _line(record: Record) -> bytes:
@@ -42,61 +63,114 @@ def _parse(line: bytes) -> Record | None:
 def read_journal(path: Path) -> tuple[list[Record], int]:
     """All whole records, and the length in bytes of what is whole.
 
-    A missing file has none. Raises ServiceError when damage stands before a whole record.
+    A missing file has none. Raises ServiceError when damage stands before a whole record, OSError.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
     records: list[Record] = []
+    return records, scan(path, records.append)
+
+
+def scan(path: Path, take: Callable[[Record], None]) -> int:
+    """As `read_journal`, record by record; returns the length of what is whole."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return 0
     whole = at = 0
     damaged_line: int | None = None
-    for number, raw in enumerate(data.split(b"\n"), start=1):
-        end = at + len(raw) + 1
-        record = _parse(raw) if end <= len(data) else None  # the last line needs its newline
-        if record is not None and damaged_line is not None:
-            raise ServiceError(
-                f"{path}:{damaged_line}: the journal is damaged before its end",
-                hint="move it aside to start the service afresh",
-            )
-        if record is not None:
-            records.append(record)
-            whole = end
-        elif raw:
-            damaged_line = damaged_line or number
-        at = end
-    return records, whole
+    with file:
+        for number, raw in enumerate(file, start=1):
+            at += len(raw)
+            record = _parse(raw[:-1]) if raw.endswith(b"\n") else None
+            if record is not None and damaged_line is not None:
+                raise ServiceError(
+                    f"{path}:{damaged_line}: the journal is damaged before its end",
+                    hint="move it aside to start the service afresh",
+                )
+            if record is not None:
+                take(record)
+                whole = at
+            elif raw != b"\n":
+                damaged_line = damaged_line or number
+    return whole
 
 
 class Journal:
     """The journal, open for appending; one writer at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, keep: Keep | None = None, *, most_bytes: int = MOST_BYTES
+    ) -> None:
+        """Without `keep`, every record is kept."""
         self.path = path
-        self.records, whole = read_journal(path)
-        """What was there when it was opened."""
-        fresh = not path.exists()
-        self._file = path.open("ab")
+        self._keep, self._most_bytes = keep, most_bytes
+        self._file: IO[bytes] | None = None
+        self._limit = most_bytes
+
+    def open(self) -> None:
+        """Read what is there into `keep`, leave in the file what is kept, and be ready to append.
+
+        Raises ServiceError where the file is damaged, OSError.
+        """
+        count = 0
+
+        def take(record: Record) -> None:
+            nonlocal count
+            count += 1
+            if self._keep is not None:
+                self._keep.take(record)
+
+        whole = scan(self.path, take)
+        fresh = not self.path.exists()
+        self._file = self.path.open("ab")
         if self._file.tell() != whole:
             self._file.truncate(whole)
         if fresh:
-            sync_directory(path.parent)
+            sync_directory(self.path.parent)
+        if self._keep is not None and count > len(list(self._keep.records())):
+            self._compact()
+        self._set_limit()
 
     def append(self, record: Record, *, sync: bool = True) -> None:
         """Add a record; with `sync`, return only when it is on disk. Raises OSError."""
-        at = self._file.tell()
+        file = self._opened()
+        at = file.tell()
         try:
-            self._file.write(_line(record))
-            self._file.flush()
+            file.write(_line(record))
+            file.flush()
             if sync:
-                os.fsync(self._file.fileno())
+                os.fsync(file.fileno())
         except OSError:
             self._forget_from(at)
             raise
+        if self._keep is not None:
+            self._keep.take(record)
+            if file.tell() > self._limit:
+                self._shrink()
+
+    def _opened(self) -> IO[bytes]:
+        assert self._file is not None, f"{self.path} is not open"
+        return self._file
+
+    def _shrink(self) -> None:
+        """Records are safe where they are: that they cannot be fewer is no failure."""
+        try:
+            self._compact()
+        except OSError as error:
+            log.warning("cannot shorten the journal %s: %s", self.path, error.strerror)
+        self._set_limit()
+
+    def _compact(self) -> None:
+        assert self._keep is not None
+        write_atomically(self.path, b"".join(map(_line, self._keep.records())))
+        before, self._file = self._opened(), self.path.open("ab")
+        before.close()
+
+    def _set_limit(self) -> None:
+        self._limit = self._opened().tell() + self._most_bytes
 
     def _forget_from(self, at: int) -> None:
         """Cut a half-written record off, so that the next one does not follow damage."""
-        raw = self._file
+        raw = self._opened()
         self._file = self.path.open("ab")
         self._file.truncate(at)
         try:
@@ -105,4 +179,14 @@ class Journal:
             self._file.truncate(at)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def unwritable(path: Path, error: OSError) -> EnvironmentFault:
+    """What cannot be recorded must not be done: the head has to end."""
+    return EnvironmentFault(
+        f"cannot write the journal {path}: {error.strerror}",
+        hint="free space on the shared file system and launch again; nothing recorded is lost",
+    )

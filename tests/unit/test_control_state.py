@@ -14,7 +14,7 @@ from flexslurm.control.events import (
     Unreachable,
 )
 from flexslurm.control.installed import ReplicaKey
-from flexslurm.control.restore import restore_epoch
+from flexslurm.control.restore import Memory
 from flexslurm.messages import (
     AgentBeat,
     AgentBye,
@@ -255,8 +255,10 @@ def test_a_restarted_head_goes_on_from_its_journal() -> None:
     world.run(3)
     world.take(Cordon("b", True))
     records = [a.record for a in world.log if isinstance(a, Record)]
-    assert restore_epoch(records) == (1, frozenset({"b"}))
-    assert restore_epoch([]) == (0, frozenset())
+    memory = Memory()
+    for record in records:
+        memory.take(record)
+    assert (memory.epoch, memory.cordoned) == (1, {"b"})
 
 
 def test_what_is_said_names_the_fragment_and_the_reason() -> None:
