@@ -137,7 +137,7 @@ def columns(problem: Problem, found: Multisets, tier: Tier) -> list[Column]:
     kinds, counts = found.kinds, found.counts
     value = worth(problem, kinds, counts, tier)
     keys = keys_of(kinds, counts, value.tokens_per_s)
-    keep = np.flatnonzero(_irreducible(kinds, counts, keys))
+    keep = np.flatnonzero(irreducible(kinds, counts, keys))
     result = [
         Column(
             need=tuple((k, int(c)) for k, c in zip(kinds, counts[row], strict=True) if c),
@@ -168,7 +168,8 @@ class _Index:
         return np.where((self.counts[at] == rows).all(axis=1), at, -1)
 
 
-def _irreducible(kinds: Sequence[StageKind], counts: Ints, keys: Ints) -> npt.NDArray[np.bool_]:
+def irreducible(kinds: Sequence[StageKind], counts: Ints, keys: Ints) -> npt.NDArray[np.bool_]:
+    """Which multisets no plan of others within their groups equals."""
     result = np.zeros(len(counts), dtype=bool)
     if len(counts) == 0:
         return result

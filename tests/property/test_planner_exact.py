@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from functools import cache
 
+import numpy as np
 import pytest
 
 from flexslurm.gear import Gear, NoGear, Shape, Signature, check_gear
 from flexslurm.planner import planner as planner_module
-from flexslurm.planner.columns import key_worth
+from flexslurm.planner.columns import Column, irreducible, key_worth, keys_of, multisets
+from flexslurm.planner.lattice import Lattice
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import TIERS, Planner
-from flexslurm.planner.problem import Tier
+from flexslurm.planner.problem import Problem, StageKind, Tier
 from flexslurm.planner.topology import GpuFigures, Link, Topology
 from flexslurm.planner.workload import Goal, Limits, Slo, Workload
+from flexslurm.planner.worth import worth
 from tests.property.planner_brute_force import BruteForce
 
 
@@ -122,6 +127,47 @@ def test_one_lattice_is_exact_for_all_that_the_pool_covers(seed: int) -> None:
         signature = Signature.of(nodes)
         if signature.gpus() <= 6:
             check(planner, brute, signature)
+
+
+@pytest.mark.parametrize("seed", range(4000, 4040))
+def test_ties_go_to_the_simplest_of_all_plans(seed: int) -> None:
+    """The lattice, over irreducible pipelines, finds the best key of all plans of all pipelines."""
+    spec, topology, goal, pool = instance(seed, most=6)
+    problem = Problem(spec, topology, goal)
+    found = multisets(problem, pool, 16, 10_000)
+    values = worth(problem, found.kinds, found.counts, Tier()).tokens_per_s
+    # Coarse values make ties frequent.
+    keys = keys_of(found.kinds, found.counts, np.round(values / 20) * 20)
+    needs = [
+        ([k for k, c in zip(found.kinds, row, strict=True) for _ in range(c)], int(key))
+        for row, key in zip(found.counts.tolist(), keys, strict=True)
+        if key > 0
+    ]
+
+    @cache
+    def best(nodes: tuple[tuple[str, int], ...]) -> int:
+        return max(
+            (key + left for groups, key in needs for left in after(nodes, groups)), default=0
+        )
+
+    def after(nodes: tuple[tuple[str, int], ...], groups: list[StageKind]) -> Iterator[int]:
+        if not groups:
+            yield best(nodes)
+            return
+        kind = groups[0]
+        for i, (name, gpus) in enumerate(nodes):
+            if name == kind.gpu_type and gpus >= kind.tp and (name, gpus) not in nodes[:i]:
+                cut = tuple(sorted((*nodes[:i], (name, gpus - kind.tp), *nodes[i + 1 :])))
+                yield from after(cut, groups[1:])
+
+    keep = irreducible(found.kinds, found.counts, keys)
+    columns = [
+        Column(tuple((k, c) for k, c in zip(found.kinds, row, strict=True) if c), int(key), 0.0, 1)
+        for row, key in zip(found.counts[keep].tolist(), keys[keep], strict=True)
+    ]
+    lattice = Lattice.build(columns, pool)
+    assert lattice is not None
+    assert lattice.key(pool) == best(tuple(sorted((s.gpu_type, s.gpus) for s in pool.nodes())))
 
 
 @pytest.mark.parametrize("seed", range(2000, 2060))
