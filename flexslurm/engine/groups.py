@@ -217,9 +217,6 @@ class Ticket:
     def __init__(self, work: Any, alive: Callable[[], None], *, bounded: bool) -> None:
         self._work, self._alive, self._bounded = work, alive, bounded
 
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is done; raises RuntimeError when it failed or its group has."""
         if not self._bounded:
@@ -241,9 +238,11 @@ class _Watched(c10d.ProcessGroup):  # type: ignore[misc]
         self.watch: Callable[[Any], Ticket] | None = None
         self.backend: Any = None
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Ticket:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Ticket | None:
+        """As the backend's; None where that has put the operation on the current stream."""
         assert self.watch is not None
-        return self.watch(self.backend.allreduce(tensors, options or c10d.AllreduceOptions()))
+        work = self.backend.allreduce(tensors, options or c10d.AllreduceOptions())
+        return None if work is None else self.watch(work)
 
 
 class Group:

@@ -24,9 +24,23 @@ def test_names_of_gloo() -> None:
         assert hasattr(options, name), name
     for name in ("create_device", "_set_default_timeout"):
         assert callable(getattr(td.ProcessGroupGloo, name)), name
-    for name in ("_register_backend", "_set_default_backend", "_set_group_name", "send", "recv"):
+    for name in ("_register_backend", "_set_default_backend", "_set_group_name"):
         assert callable(getattr(c10d.ProcessGroup, name)), name
     assert c10d.ProcessGroup.BackendType.GLOO != c10d.ProcessGroup.BackendType.NCCL
+
+
+def test_a_group_in_python_and_the_options_of_its_operations() -> None:
+    class Own(c10d.ProcessGroup):
+        pass
+
+    group = Own(1, 3)
+    assert (group.rank(), group.size()) == (1, 3)
+    options = c10d.BroadcastOptions()
+    for name in ("rootRank", "rootTensor", "asyncOp"):
+        assert hasattr(options, name), name
+    assert callable(c10d.AllreduceOptions)
+    for name in ("wait", "is_completed"):
+        assert callable(getattr(c10d.Work, name)), name
 
 
 def test_what_a_python_store_must_answer() -> None:
