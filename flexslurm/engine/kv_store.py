@@ -46,7 +46,7 @@ class KvShape:
 class KvStore:
     """Pages in an arena, found by `(local layer, local KV head, block)`.
 
-    Invariant: no page is in the table twice; a block that a step writes to has pages of its own.
+    Invariant: a block that a step writes to has pages of its own.
     """
 
     def __init__(self, shape: KvShape, dtype: torch.dtype, arena: Arena) -> None:
@@ -188,7 +188,7 @@ class KvStore:
             return freed
 
     def held(self) -> Cells:
-        """All pages of the table, each once."""
+        """All pages of the table."""
         found: Cells = self.cells[self.cells != NOWHERE]
         return found
 

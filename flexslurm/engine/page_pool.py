@@ -2,7 +2,7 @@
 
 Pages lie on a grid that ends at the arena's end. A cell of the grid is usable where no weights are.
 The highest free cells are given out first, so that pages and weights stay apart. A page may be in
-several tables (`add`), and is free when it is in none and nobody is sending or receiving it
+tables several times (`add`), and is free when it is in none and nobody is sending or receiving it
 (`pin`). Every method is called under the arena's lock.
 
 The books cover the upper part of the grid and grow downwards as cells are wanted, so that a large
@@ -41,7 +41,7 @@ class Table(Protocol):
     """What holds pages, and must be told where they go."""
 
     def held(self) -> Cells:
-        """All its pages, each once."""
+        """All its pages."""
         ...
 
     def renumber(self, old: Cells, new: Cells) -> None:
@@ -113,24 +113,28 @@ class PagePool:
         return self._turned(depths)
 
     def add(self, cells: Cells) -> None:
-        """One more table has these pages, each once."""
-        depths = self._turned(cells)
+        """A table has these pages, once more for each time they are named."""
+        depths, times = np.unique(self._turned(cells), return_counts=True)
         before = self._references[depths]
         assert (before > 0).all(), "only a page that is in use can be shared"
-        self._references[depths] = before + 1
+        self._references[depths] = before + times
         self.shared += int((before == 1).sum())
 
     def drop(self, cells: Cells) -> int:
-        """A table has these pages, each once, no more; how many are free by that."""
+        """A table has these pages no more, once for each time; how many are free by that."""
         depths = self._turned(cells)
-        after = self._references[depths] - 1
+        times: NDArray[np.int64] | int = 1
+        if self.shared:  # else none of them can be named twice
+            depths, times = np.unique(depths, return_counts=True)
+        before = self._references[depths]
+        after = before - times
         assert (after >= 0).all(), "a page was dropped more often than it was held"
         self._references[depths] = after
-        self.shared -= int((after == 1).sum())
+        self.shared -= int(((before > 1) & (after <= 1)).sum())
         return self._give_back(depths[after == 0])
 
     def is_shared(self, cells: Cells) -> NDArray[np.bool_]:
-        """Which of them other tables have too."""
+        """Which of them are in a table elsewhere too."""
         return self._references[self._turned(cells)] > 1
 
     def pin(self, cells: Cells) -> None:
@@ -245,7 +249,7 @@ class PagePool:
         return (self._references[near:far] > 0) | (self._pins[near:far] > 0)
 
     def check_integrity(self, tables: Iterable[Cells]) -> None:
-        """Assert the invariants against the pages of all tables (each table's, each once)."""
+        """Assert the invariants against the pages of all tables."""
         counts = np.zeros(len(self._pins), np.int64)
         for cells in tables:
             np.add.at(counts, self._turned(cells), 1)
