@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 256  # messages handled before other tasks of the loop get a turn
 _HIGH_WATER = 100_000
+_MOST_QUEUED = 10_000
+"""Messages of a link, each way, that wait beside those that zmq holds."""
 _MAX_MESSAGE_BYTES = 256 * 2**20
 _encoder = msgspec.msgpack.Encoder()
 
@@ -143,7 +145,8 @@ class HeadLink(Generic[M]):
     """A member's link to the head, usable from any thread; messages queue up for `recv`.
 
     With `on_message`, messages go there instead, on the link's own thread. zmq reconnects by
-    itself; `silent_s` tells how long the head has said nothing.
+    itself; `silent_s` tells how long the head has said nothing. Both queues have a bound: what is
+    not received is left with the head, and a head that takes nothing for so long is given up.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class HeadLink(Generic[M]):
     ) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._on_message = on_message
-        self._inbox: queue.SimpleQueue[M] = queue.SimpleQueue()
+        self._inbox: queue.Queue[M] = queue.Queue(_MOST_QUEUED)
         self._outbox: collections.deque[bytes] = collections.deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
@@ -192,18 +195,25 @@ class HeadLink(Generic[M]):
         return time.monotonic() - self._last_heard
 
     def send(self, message: Message) -> None:
-        """Queue a message for the head; never blocks. Raises ProtocolError once closed."""
+        """Queue a message for the head; never blocks.
+
+        Raises ProtocolError once closed, and where the head has taken nothing for too long.
+        """
         if self._closing.is_set():
             raise ProtocolError("the link to the head is closed")
+        if len(self._outbox) >= _MOST_QUEUED:
+            raise ProtocolError("the head does not take our messages")
         self._outbox.append(_encoder.encode(message))
         self._wake()
 
     def recv(self, timeout_s: float) -> M | None:
         """The next message, or None after `timeout_s`."""
         try:
-            return self._inbox.get(timeout=timeout_s)
+            message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        self._wake()  # it may wait for room
+        return message
 
     def ask(self, message: Message, timeout_s: float) -> M:
         """Send, and wait for the next message; raises DeadlineExceeded."""
@@ -238,17 +248,22 @@ class HeadLink(Generic[M]):
         poller.register(self._wake_r, select.POLLIN)
         try:
             while not self._closing.is_set():
+                # without room, only `recv` wakes us: the rest stays with zmq, and then the head
+                poller.modify(self._socket, 0 if self._inbox.full() else zmq.POLLIN)
                 events = dict(poller.poll(1000))
                 if self._wake_r in events:
                     os.read(self._wake_r, 4096)
                 self._flush()
-                while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                while not self._inbox.full() and self._readable():
                     self._take(self._socket.recv())
                 self._flush()
         finally:
             self._flush()
             self._socket.close()
             self._context.term()
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _flush(self) -> None:
         while self._outbox:
@@ -268,4 +283,4 @@ class HeadLink(Generic[M]):
         if self._on_message is not None:
             self._on_message(message)
         else:
-            self._inbox.put(message)
+            self._inbox.put_nowait(message)  # there is room: only this thread puts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,3 +128,44 @@ def test_keys_are_private(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ServiceError, match="damaged"):
         load_keys(path)
+
+
+def test_what_is_not_received_waits_with_the_head_and_nothing_is_lost(
+    keys: ServiceKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexslurm.wire.transport._MOST_QUEUED", 10)
+    held: list[int] = []
+
+    def member(endpoint: str, _: HeadSocket) -> None:
+        link: HeadLink[Message] = HeadLink(endpoint, keys, "me")
+        for number in range(100):
+            while True:
+                try:
+                    link.send(AgentBeat(incarnation="me", number=number))
+                except ProtocolError:
+                    time.sleep(0.001)
+                else:
+                    break
+        for _ in range(100):
+            assert link.recv(5) == WELCOME
+            held.append(link._inbox.qsize())
+        assert link.recv(0.05) is None
+        link.close()
+
+    with_head(keys, member)
+    assert max(held) <= 10
+
+
+def test_a_head_that_takes_nothing_is_given_up(
+    keys: ServiceKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexslurm.wire.transport._MOST_QUEUED", 10)
+    monkeypatch.setattr("flexslurm.wire.transport._HIGH_WATER", 1)
+    link: HeadLink[Message] = HeadLink("tcp://127.0.0.1:1", keys, "me")  # nobody listens
+    try:
+        with pytest.raises(ProtocolError, match="does not take"):
+            for number in range(100):
+                link.send(AgentBeat(incarnation="me", number=number))
+                time.sleep(0.001)
+    finally:
+        link.close()
