@@ -1,0 +1,75 @@
+"""`flexslurm profile` on this machine: real stages, one process a rank, and a file to plan with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli.main import run
+from flexslurm.planner.profiles import Profile, read_profile
+
+SITE = """
+name: here
+gpu_types:
+  plain: {memory: 64MiB, virtual: {}}
+  slow: {memory: 64MiB, virtual: {speed: 0.2}}
+  acting: {model: a100-80, memory: 64MiB, virtual: {pacing: acted, acts_model: llama-2-70b}}
+"""
+SMALL = (
+    "--max-batch", "4", "--max-tokens", "16", "--max-context", "48", "--block-tokens", "16",
+    "--minutes", "1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    path = tmp_path / "site.yaml"
+    path.write_text(SITE)
+    return path
+
+
+def profiled(model: Path, site: Path, gpu_type: str, tp: int, *more: str) -> Profile:
+    out = site.parent / "profiles"
+    code = run([
+        "profile", str(model), "--local", "--site", str(site), "--gpu-type", gpu_type,
+        "--tp", str(tp), "--dtype", "float64", "--out", str(out), *SMALL, *more,
+    ])  # fmt: skip
+    assert code == 0
+    (file,) = out.iterdir()
+    return read_profile(file.read_text(), str(file))
+
+
+def test_a_group_of_two_ranks(tiny_model: Path, site: Path, capsys) -> None:
+    profile = profiled(tiny_model, site, "plain", 2)
+    assert (profile.model, profile.kind, profile.dtype) == ("llama", ("plain", 2), "float64")
+    assert profile.layer_s(4, 100, 100) > 0 and profile.last(4) > 0 and profile.load_layer_s > 0
+    said = capsys.readouterr()
+    assert said.out.strip().endswith("llama-plain-tp2-float64.csv")
+    assert "decode, 4 x 1 tokens of 48" in said.err
+
+
+def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, site: Path) -> None:
+    """Six layers stand for 80 of 6.8 GB in float64, read at three quarters of 2.039 TB/s."""
+    profile = profiled(tiny_model, site, "acting", 1, "-q")
+    layer_s = 80 / 6 * (8 * 855.7e6 / (0.75 * 2.039e12) + 120e-6)
+    assert profile.layer_s(1, 32, 32) == pytest.approx(layer_s, rel=0.1)
+
+
+def test_errors_are_those_of_the_trial(tiny_model: Path, site: Path, capsys) -> None:
+    base = ["profile", str(tiny_model), "--local", "--site", str(site), *SMALL]
+    out = ["--out", str(site.parent / "p")]
+    assert run([*base, *out, "--gpu-type", "plain", "--tp", "4", "--dtype", "float64"]) == 4
+    assert "too few for 4" in capsys.readouterr().err
+    assert run([*base, *out, "--gpu-type", "plian", "--dtype", "float64"]) == 3
+    assert "did you mean 'plain'" in capsys.readouterr().err
+    weights = next(tiny_model.glob("*.safetensors"))
+    broken = site.parent / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / weights.name).write_bytes(weights.read_bytes()[:-1000])
+    base[1] = str(broken)
+    assert run([*base, *out, "--gpu-type", "plain", "--dtype", "float64"]) == 4
+    assert weights.name in capsys.readouterr().err
+    assert not list(site.parent.glob("p/.trial-*"))
