@@ -14,6 +14,9 @@ from flexslurm.errors import DeadlineExceeded, EnvironmentFault
 from flexslurm.gateway.connections import REQUEST_TIMEOUT_S, BoundedProtocol, connection_limit
 from flexslurm.gateway.streaming import Lifecycle
 
+BACKLOG = 2048
+ACCEPT_BURST = 64
+"""Connections taken in one turn of the loop, so that the bound on their number is felt in time."""
 KEEP_ALIVE_S = 75
 """Longer than the pools of common clients keep an idle connection, so that they close it first."""
 START_TIMEOUT_S = 10.0
@@ -55,10 +58,8 @@ class GatewayServer:
         `connections` is how many are held at once; by default, as many as descriptors allow.
         """
         listener = bind(host, port)
-        bounds = {
-            "limit": connection_limit() if connections is None else connections,
-            "request_timeout_s": request_timeout_s,
-        }
+        limit = connection_limit() if connections is None else connections
+        bounds = {"limit": limit, "request_timeout_s": request_timeout_s}
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -66,6 +67,7 @@ class GatewayServer:
             server_header=False,
             lifespan="off",
             ws="none",
+            backlog=min(ACCEPT_BURST, max(1, limit // 8)),
             http=type("Protocol", (BoundedProtocol,), bounds),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
@@ -85,6 +87,7 @@ class GatewayServer:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("the API server did not start in time") from None
             raise
+        listener.listen(BACKLOG)  # what the kernel holds, apart from what one turn takes
         lifecycle = app.state.lifecycle
         assert isinstance(lifecycle, Lifecycle)
         return cls(server, task, lifecycle, listener.getsockname()[1])

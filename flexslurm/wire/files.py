@@ -21,9 +21,11 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # what a full disk does not say, nor the temporary's name
         raise
     sync_directory(path.parent)
 

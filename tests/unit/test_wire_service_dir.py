@@ -9,6 +9,8 @@ import pytest
 
 from flexslurm.errors import EnvironmentFault, ServiceError, ServiceExists
 from flexslurm.messages import ToCli
+from flexslurm.wire import files
+from flexslurm.wire.files import write_atomically
 from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 from flexslurm.wire.transport import HeadLink
 
@@ -72,3 +74,20 @@ def test_a_place_that_cannot_be_made_is_said(tmp_path: Path, place: str) -> None
     made = ServiceDir(tmp_path / place)
     with pytest.raises(EnvironmentFault, match="cannot make the service"), made.changing():
         pytest.fail("it was made")
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    write_atomically(path, b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        write_atomically(path, b"new")
+    assert caught.value.filename == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert path.read_bytes() == b"old"
