@@ -32,6 +32,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.service_commands:cordon",
         "Take no new work on some nodes of a service.",
     ),
+    "shift": (
+        "flexslurm.cli.shift_commands:shift",
+        "Go into another gear, or print what that would take.",
+    ),
+    "drain": (
+        "flexslurm.cli.shift_commands:drain",
+        "Move a service off some nodes, and give them back.",
+    ),
     "plan": ("flexslurm.cli.plan_commands:plan", "Show the gears for a model and a pool of GPUs."),
     "profile": (
         "flexslurm.cli.profile_command:profile",
@@ -43,6 +51,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.config_commands:config",
         "Show effective settings and where each comes from.",
     ),
+    "site": (
+        "flexslurm.cli.site_commands:site",
+        "Write a site file from a live cluster, or check one.",
+    ),
+    "doctor": (
+        "flexslurm.cli.doctor_command:doctor",
+        "Find out what would keep a service from running here.",
+    ),
+    "hooks": ("flexslurm.cli.hooks_commands:hooks", "Hooks for Slurm that an admin may install."),
+    "notify": ("flexslurm.cli.notify_command:notify", "Called by those hooks: tell a service."),
     "sandbox": (
         "flexslurm.cli.sandbox_commands:sandbox",
         "A private Slurm on this machine, to try things on.",

@@ -17,7 +17,7 @@ def parse_records(text: str, first_key: str) -> list[dict[str, str]]:
     raises: lines before the first record (banners) are left out.
     """
     starts = [m.start() for m in re.finditer(rf"(?m)^[ \t]*{re.escape(first_key)}=", text)]
-    ends = [*starts[1:], len(text)]
+    ends = [*starts[1:], len(text)] if starts else []
     return [_pairs(text[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 

@@ -21,7 +21,7 @@ def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
     data: dict[str, Any] = {
         "name": "sandbox",
         "slurm": slurm,
-        "gpu_types": {name: _gpu(gpu) for name, gpu in config.gpu_types.items()},
+        "gpu_types": {name: virtual_gpu(gpu) for name, gpu in config.gpu_types.items()},
         "partitions": {
             name: _partition(config, partition) for name, partition in config.partitions.items()
         },
@@ -34,7 +34,8 @@ def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
     return _HEADER + yaml.safe_dump(data, sort_keys=False, width=100)
 
 
-def _gpu(gpu: SandboxGpu) -> dict[str, Any]:
+def virtual_gpu(gpu: SandboxGpu) -> dict[str, Any]:
+    """A GPU type as it stands in the site file."""
     return {
         "memory": SIZE.show(gpu.memory),
         "memory_bandwidth": RATE.show(gpu.memory_bandwidth),

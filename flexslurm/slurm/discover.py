@@ -1,0 +1,288 @@
+"""A site file from what a cluster says of itself; pure, asks and writes nothing.
+
+What Slurm does not know (figures of a card, the shared directory) is left to the defaults or noted
+for the admin in the file's head. Promises are taken low: where Slurm's words leave it open whether
+a partition is preempted, it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from flexslurm.config.units import TIME
+from flexslurm.slurm.client import NodeInfo, PartitionInfo
+from flexslurm.slurm.fabric import FabricPort, rails
+from flexslurm.slurm.sandbox_config import SandboxConfig
+from flexslurm.slurm.sandbox_site import virtual_gpu
+from flexslurm.slurm.times import told_duration
+from flexslurm.slurm.window import PreemptionWindow, slurm_window
+
+_MOST_CPUS_PER_GPU = 8
+_WORD = re.compile(r"[^a-z0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What was found out about a cluster."""
+
+    nodes: tuple[NodeInfo, ...]
+    partitions: tuple[PartitionInfo, ...]
+    config: Mapping[str, str]
+    qos: tuple[QosInfo, ...] = ()
+    fabric: tuple[FabricPort, ...] = ()
+    """Of this machine."""
+    switches: tuple[str, ...] = ()
+    conf: str | None = None
+    """SLURM_CONF, where it must be named."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    cluster: str | None = None
+    sandbox: SandboxConfig | None = None
+    """Set: the cluster is a sandbox, whose GPUs are virtual."""
+
+
+@dataclass(frozen=True, slots=True)
+class QosInfo:
+    """A QOS as `sacctmgr show qos` tells it."""
+
+    name: str
+    grace_s: float
+    preempt_mode: str
+    preempts: tuple[str, ...]
+    exempt_s: float = 0.0
+
+
+def parse_qos(text: str) -> list[QosInfo]:
+    """Rows `name|gracetime|preemptmode|preempt|preemptexempttime`; others are left out."""
+    found = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) >= 5 and cells[0]:
+            found.append(
+                QosInfo(
+                    cells[0],
+                    told_duration(cells[1]) or 0.0 if ":" in cells[1] else _number(cells[1]),
+                    cells[2].upper(),
+                    tuple(name for name in cells[3].split(",") if name),
+                    told_duration(cells[4]) or 0.0,
+                )
+            )
+    return found
+
+
+def _number(text: str) -> float:
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+@dataclass(slots=True)
+class _Draft:
+    data: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def site_text(facts: ClusterFacts, model_of: Callable[[str], str | None]) -> str:
+    """The file. `model_of` names the catalogue's card for a GRES type, or None."""
+    draft = _Draft()
+    name = facts.config.get("ClusterName", "cluster") or "cluster"
+    draft.data["name"] = name
+    draft.data["slurm"] = _slurm(facts)
+    names = _type_names(facts.nodes)
+    draft.data["gpu_types"] = _gpu_types(facts, names, model_of, draft)
+    draft.data["partitions"] = _partitions(facts, names, draft)
+    head = _head(facts, draft.data["partitions"], draft)
+    if head is not None:
+        draft.data["head"] = head
+    network = _network(facts, draft)
+    if network:
+        draft.data["network"] = network
+    if facts.switches:
+        draft.notes.append("switches: " + "; ".join(facts.switches))
+    lines = [f"# Written by `flexslurm site discover` from the Slurm cluster '{name}'."]
+    lines += [f"# - {note}" for note in draft.notes]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(draft.data, sort_keys=False, width=100)
+
+
+# ---------------------------------------------------------------------------------- the parts
+
+
+def _slurm(facts: ClusterFacts) -> dict[str, Any]:
+    kill_wait = re.match(r"\d+", facts.config.get("KillWait", ""))
+    data: dict[str, Any] = {"kill_wait": TIME.show(float(kill_wait[0]) if kill_wait else 30.0)}
+    if facts.sandbox is not None:
+        data["poll_interval"] = "1s"
+    if facts.conf is not None:
+        data["conf"] = facts.conf
+    if facts.cluster is not None:
+        data["cluster"] = facts.cluster
+    if facts.commands:
+        data["commands"] = dict(facts.commands)
+    return data
+
+
+def _type_names(nodes: Sequence[NodeInfo]) -> dict[str, str]:
+    """A short name for each GRES type of whole GPUs, by Slurm's name."""
+    types = sorted({kind for node in nodes for kind in node.gpus if kind is not None})
+    names: dict[str, str] = {}
+    for kind in types:
+        word = _WORD.sub("-", kind.lower()).strip("-")
+        short = word.removeprefix("nvidia-").removeprefix("geforce-") or word or "gpu"
+        names[kind] = short if short not in names.values() else word
+    return names
+
+
+def _gpu_types(
+    facts: ClusterFacts,
+    names: Mapping[str, str],
+    model_of: Callable[[str], str | None],
+    draft: _Draft,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, name in names.items():
+        entry: dict[str, Any] = {}
+        model = model_of(kind)
+        if facts.sandbox is not None and kind in facts.sandbox.gpu_types:
+            entry = virtual_gpu(facts.sandbox.gpu_types[kind])
+        elif model is not None:
+            entry["model"] = model
+        else:
+            draft.notes.append(
+                f"gpu_types.{name}: the catalogue has no '{kind}': give its memory, "
+                "memory_bandwidth and flops"
+            )
+        if kind != name:
+            entry["slurm_type"] = kind
+        found[name] = entry
+    _note_other_gpus(facts.nodes, draft)
+    return found
+
+
+def _note_other_gpus(nodes: Sequence[NodeInfo], draft: _Draft) -> None:
+    slices = {
+        f"{gres.name}:{gres.type}" if gres.type else gres.name
+        for node in nodes
+        for gres in node.gres
+        if gres.name in ("gpu", "mps", "shard") and not gres.whole_gpus and gres.count
+    }
+    if slices:
+        draft.notes.append(f"left out, no whole GPUs: {', '.join(sorted(slices))}")
+    untyped = [node.name for node in nodes if None in node.gpus]
+    if untyped:
+        draft.notes.append(
+            f"left out, GPUs without a type in Slurm ({', '.join(untyped[:4])}"
+            f"{', …' if len(untyped) > 4 else ''}): name a Type in gres.conf"
+        )
+
+
+def _partitions(facts: ClusterFacts, names: Mapping[str, str], draft: _Draft) -> dict[str, Any]:
+    by_name = {node.name: node for node in facts.nodes}
+    found: dict[str, Any] = {}
+    for info in facts.partitions:
+        if not info.up:
+            draft.notes.append(f"partition {info.name}: left out, it is not up")
+            continue
+        members = [by_name[name] for name in info.nodes if name in by_name]
+        window = window_of(info, facts)
+        if by_qos(facts.config):
+            draft.notes.append(
+                f"partition {info.name}: preempted by QOS; set its 'qos', and 'preemptible: false' "
+                "if that one is not preempted"
+            )
+        found[info.name] = _partition(info, members, names, window)
+    return found
+
+
+def by_qos(config: Mapping[str, str]) -> bool:
+    """Whether a QOS, and not the partition, says who preempts whom."""
+    return config.get("PreemptType", "") == "preempt/qos"
+
+
+def window_of(info: PartitionInfo, facts: ClusterFacts) -> PreemptionWindow:
+    """A partition's window; with preemption by QOS the least that any preempted QOS gives."""
+    window = slurm_window(info, facts.partitions, facts.config)
+    if not by_qos(facts.config):
+        return window
+    preempted = {name for qos in facts.qos for name in qos.preempts}
+    below = [qos for qos in facts.qos if qos.name in preempted]
+    cluster_mode = facts.config.get("PreemptMode", "").upper()
+    modes = {
+        qos.preempt_mode if qos.preempt_mode not in ("", "CLUSTER") else cluster_mode
+        for qos in below
+    } or {cluster_mode}
+    return PreemptionWindow(
+        partition=info.name,
+        preemptible=True,
+        grace_s=min((qos.grace_s for qos in below), default=0.0),
+        kill_wait_s=window.kill_wait_s,
+        exempt_s=min((qos.exempt_s for qos in below), default=window.exempt_s),
+        requeued=all("REQUEUE" in mode for mode in modes),
+        user_signal=window.user_signal,
+    )
+
+
+def _partition(
+    info: PartitionInfo,
+    members: Sequence[NodeInfo],
+    names: Mapping[str, str],
+    window: PreemptionWindow,
+) -> dict[str, Any]:
+    types = sorted(
+        {names[kind] for node in members for kind in node.gpus if kind and kind in names}
+    )
+    data: dict[str, Any] = {"gpu_types": types, "preemptible": window.preemptible}
+    counts = [sum(n for kind, n in node.gpus.items() if kind in names) for node in members]
+    if types:
+        data["gpus_per_node"] = max(counts)
+        shares = [node.cpus // count for node, count in zip(members, counts, strict=True) if count]
+        data["cpus_per_gpu"] = max(1, min(_MOST_CPUS_PER_GPU, *shares))
+    if window.preemptible:
+        data["requeue"] = window.requeued
+        data["grace"] = TIME.show(window.grace_s)
+        if window.exempt_s:
+            data["exempt"] = TIME.show(window.exempt_s)
+    if info.default_time_s is not None:
+        data["default_walltime"] = TIME.show(info.default_time_s)
+    if info.max_time_s is not None:
+        data["max_walltime"] = TIME.show(info.max_time_s)
+    return data
+
+
+def _head(
+    facts: ClusterFacts, partitions: Mapping[str, Mapping[str, Any]], draft: _Draft
+) -> dict[str, Any] | None:
+    """A partition that is not preempted; one without GPUs first."""
+    safe = [name for name, entry in partitions.items() if not entry["preemptible"]]
+    safe.sort(key=lambda name: bool(partitions[name]["gpu_types"]))
+    if not safe:
+        draft.notes.append(
+            "head: no partition is safe from preemption; launch with --head here, or name one"
+        )
+        return None
+    data: dict[str, Any] = {"partition": safe[0]}
+    if facts.sandbox is not None:
+        data |= {"cpus": 2, "memory": "1GiB"}
+    return data
+
+
+def _network(facts: ClusterFacts, draft: _Draft) -> dict[str, Any]:
+    addresses = {node.address for node in facts.nodes}
+    if addresses and all(address.startswith("127.") for address in addresses):
+        return {"interface": "lo", "node_link": {"bandwidth": "1GB/s", "latency": "50us"}}
+    found = rails(facts.fabric)
+    if not found:
+        draft.notes.append("network: no InfiniBand on this machine; see network.interface, suffix")
+        return {}
+    draft.notes.append("network: as on this machine; nodes with GPUs may have more rails")
+    link: dict[str, Any] = {"latency": "3us", "rails": len(found)}
+    rate = found[0].gbit_per_s
+    link["bandwidth"] = f"{rate or 100:g}Gbit/s"
+    data: dict[str, Any] = {"node_link": link}
+    data["nccl_env"] = {"NCCL_IB_HCA": "=" + ",".join(f"{p.device}:{p.port}" for p in found)}
+    interface = next((port.interface for port in found if port.interface), None)
+    if interface is not None:
+        data["interface"] = interface
+        data["nccl_env"]["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return data

@@ -1,0 +1,127 @@
+"""What is wrong with a site file, beside the cluster it describes; pure, asks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexslurm.config.site import Partition, Site
+from flexslurm.config.units import TIME
+from flexslurm.slurm.client import NodeInfo, PartitionInfo
+from flexslurm.slurm.discover import ClusterFacts, by_qos, window_of
+from flexslurm.slurm.script import slurm_type
+from flexslurm.slurm.window import disagreements, site_window
+
+SHORT_WARNING_S = 15.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems keep a service from running, or from what the file promises; notes do not."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def check_alone(site: Site) -> Findings:
+    """What the file itself shows."""
+    found = Findings()
+    if not site.partitions:
+        found.problems.append("it names no partition: nothing can be submitted")
+    for name, partition in site.partitions.items():
+        window = site_window(name, site)
+        if partition.gpu_types and window.preemptible and window.warning_s < SHORT_WARNING_S:
+            found.notes.append(
+                f"partition '{name}': {window.warning_s:g} s of warning are short for a move; "
+                "what only the lost GPUs held is computed again"
+            )
+        if partition.gpu_types and partition.gpus_per_node is None:
+            found.notes.append(f"partition '{name}': gpus_per_node is not given, nothing bounds it")
+        longest, usual = partition.max_walltime, partition.default_walltime
+        if longest is not None and usual is not None and usual > longest:
+            found.problems.append(
+                f"partition '{name}': default_walltime {TIME.show(usual)} is longer than "
+                f"max_walltime {TIME.show(longest)}"
+            )
+    _check_head(site, found)
+    return found
+
+
+def _check_head(site: Site, found: Findings) -> None:
+    place = site.head.partition
+    if place is None:
+        found.notes.append("head.partition is not given: the head's job goes to Slurm's default")
+    elif place not in site.partitions:
+        found.notes.append(f"head.partition '{place}' is not among 'partitions'")
+    elif site.partitions[place].preemptible:
+        found.problems.append(
+            f"head.partition '{place}' may be preempted: all streams break when it is"
+        )
+
+
+def check_against(site: Site, facts: ClusterFacts) -> Findings:
+    """Where the file and the cluster differ."""
+    found = Findings()
+    known = {info.name: info for info in facts.partitions}
+    if by_qos(facts.config):
+        found.notes.append("preemption is by QOS: which one a partition's 'qos' names counts")
+        missing = [name for name in site.partitions if name not in known]
+        found.problems += [f"partition '{name}': Slurm does not have it" for name in missing]
+    else:
+        found.problems += disagreements(site, facts.partitions, facts.config)
+    head = site.head.partition
+    if head is not None and head not in known:
+        found.problems.append(f"head.partition '{head}': Slurm does not have it")
+    for name, partition in site.partitions.items():
+        if name in known:
+            _check_partition(site, name, partition, known[name], facts.nodes, found)
+    _check_users_signal(facts, found)
+    return found
+
+
+def _check_partition(
+    site: Site,
+    name: str,
+    partition: Partition,
+    info: PartitionInfo,
+    nodes: Sequence[NodeInfo],
+    found: Findings,
+) -> None:
+    members = [node for node in nodes if node.name in set(info.nodes)]
+    there = {kind for node in members for kind in node.gpus}
+    for gpu_type in partition.gpu_types:
+        if slurm_type(gpu_type, site) not in there:
+            has = ", ".join(sorted(kind or "untyped GPUs" for kind in there)) or "no GPUs"
+            found.problems.append(
+                f"partition '{name}': Slurm shows no '{slurm_type(gpu_type, site)}' "
+                f"(gpu_types: {gpu_type}), it has {has}"
+            )
+    most = max((sum(node.gpus.values()) for node in members), default=0)
+    if partition.gpus_per_node is not None and partition.gpus_per_node > most:
+        found.problems.append(
+            f"partition '{name}': gpus_per_node is {partition.gpus_per_node}, "
+            f"Slurm's largest node has {most}"
+        )
+    for key in ("default_walltime", "max_walltime"):
+        ours = getattr(partition, key)
+        if ours is not None and info.max_time_s is not None and ours > info.max_time_s:
+            found.problems.append(
+                f"partition '{name}': {key} is {TIME.show(ours)}, "
+                f"Slurm allows {TIME.show(info.max_time_s)}"
+            )
+    if members and not any(node.state.usable_now for node in members):
+        states = sorted({"+".join((n.state.base, *n.state.flags)) for n in members})
+        found.notes.append(f"partition '{name}': no node is usable now ({', '.join(states)})")
+
+
+def _check_users_signal(facts: ClusterFacts, found: Findings) -> None:
+    windows = [window_of(info, facts) for info in facts.partitions]
+    if any(w.user_signal for w in windows):
+        found.notes.append("Slurm warns with SIGUSR1 (send_user_signal): the pilots ask for it")
+
+
+def signal_hint(version: tuple[int, int, int]) -> str:
+    """The slurm.conf line by which a batch script hears of a preemption, in this release."""
+    if version >= (23, 2, 0):
+        return "PreemptParameters=send_user_signal"
+    return "SlurmctldParameters=preempt_send_user_signal"

@@ -1,0 +1,194 @@
+"""Site files from a cluster's words, and what checks say of files that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexslurm.cli.site_commands import catalogue_name
+from flexslurm.config.schema import load_section, parse_section
+from flexslurm.config.site import Site
+from flexslurm.slurm.client import NodeInfo, PartitionInfo
+from flexslurm.slurm.discover import ClusterFacts, parse_qos, site_text
+from flexslurm.slurm.fabric import FabricPort, fabric_ports, rails
+from flexslurm.slurm.gres import parse_gres
+from flexslurm.slurm.records import parse_records
+from flexslurm.slurm.site_check import check_against, check_alone, signal_hint
+from flexslurm.slurm.states import node_state
+
+
+def node(name: str, gres: str, address: str = "10.0.0.1", cpus: int = 64) -> NodeInfo:
+    entries = tuple(parse_gres(gres))
+    return NodeInfo(name, node_state("IDLE"), entries, cpus, 2**38, (), None, address)
+
+
+def part(name: str, nodes: tuple[str, ...], tier: int = 1, **changes: object) -> PartitionInfo:
+    info = PartitionInfo(name, nodes, True, "REQUEUE", tier, 20.0, 86400.0, 3600.0, False)
+    return replace(info, **changes)  # type: ignore[arg-type]
+
+
+FACTS = ClusterFacts(
+    nodes=(node("g1", "gpu:nvidia_a100-sxm4-80gb:8(S:0-1)"), node("g2", "gpu:1g.10gb:28"),
+           node("u1", "gpu:4"), node("c1", "(null)")),
+    partitions=(
+        part("low", ("g1", "g2", "u1")),
+        part("high", ("g1",), tier=9, preempt_mode="OFF"),
+        part("cpu", ("c1",), preempt_mode="OFF", max_time_s=None, default_time_s=None),
+        part("shut", ("c1",), up=False),
+    ),
+    config={"ClusterName": "hpc", "KillWait": "45 sec", "PreemptMode": "REQUEUE",
+            "PreemptType": "preempt/partition_prio", "PreemptExemptTime": "00:10:00"},
+)  # fmt: skip
+
+
+def discovered(facts: ClusterFacts) -> tuple[Site, str]:
+    text = site_text(facts, catalogue_name)
+    return parse_section(Site, text, "site.yaml"), text
+
+
+def test_what_slurm_says_stands_in_the_file() -> None:
+    site, text = discovered(FACTS)
+    assert site.name == "hpc" and site.slurm.kill_wait == 45
+    (kind,) = site.gpu_types.values()
+    assert (kind.model, kind.slurm_type) == ("a100-80", "nvidia_a100-sxm4-80gb")
+    low, high = site.partitions["low"], site.partitions["high"]
+    assert (low.preemptible, low.requeue, low.grace, low.exempt) == (True, True, 20, 600)
+    assert (low.gpus_per_node, low.cpus_per_gpu) == (8, 8)
+    assert (low.default_walltime, low.max_walltime) == (3600, 86400)
+    assert not high.preemptible and site.head.partition == "cpu"
+    assert set(site.partitions) == {"low", "high", "cpu"}
+    for note in ("shut: left out", "no whole GPUs: gpu:1g.10gb", "without a type in Slurm (u1)"):
+        assert note in text
+
+
+def test_the_file_fits_its_own_cluster() -> None:
+    site, _ = discovered(FACTS)
+    assert check_alone(site).problems == []
+    assert check_against(site, FACTS).problems == []
+
+
+def test_an_unknown_card_is_noted() -> None:
+    facts = replace(FACTS, nodes=(node("g1", "gpu:gtx1080:2"), node("c1", "")))
+    site, text = discovered(facts)
+    assert site.gpu_types["gtx1080"].model is None
+    assert "the catalogue has no 'gtx1080'" in text
+
+
+def test_rails_of_this_machine() -> None:
+    ports = tuple(FabricPort(f"mlx5_{i}", 1, i != 3, 400.0, True, f"ib{i}") for i in range(4))
+    slow = FabricPort("mlx5_9", 1, True, 25.0, False, "eth0")
+    site, _ = discovered(replace(FACTS, fabric=(*ports, slow)))
+    link = site.network.node_link
+    assert (link.rails, link.bandwidth, site.network.interface) == (3, 50e9, "ib0")
+    assert site.network.nccl_env["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1,mlx5_2:1"
+    assert site.network.nccl_env["NCCL_SOCKET_IFNAME"] == "=ib0"
+
+
+def test_preemption_by_qos_takes_the_least_that_is_promised() -> None:
+    qos = parse_qos(
+        "normal|00:00:00|cluster|scavenger,low|\nscavenger|120|requeue||00:30:00\n"
+        "low|00:00:30|cancel||\nbanner\n"
+    )
+    assert [q.name for q in qos] == ["normal", "scavenger", "low"]
+    facts = replace(FACTS, qos=tuple(qos), config={**FACTS.config, "PreemptType": "preempt/qos"})
+    site, text = discovered(facts)
+    low = site.partitions["low"]
+    assert (low.preemptible, low.grace, low.requeue, low.exempt) == (True, 30, False, 0)
+    assert "preempted by QOS" in text
+    assert any("QOS" in line for line in check_against(site, facts).notes)
+
+
+WRONG = """\
+name: x
+gpu_types: {a100: {model: a100-80, slurm_type: nvidia_a100-sxm4-80gb}, h100: {model: h100}}
+partitions:
+  low: {gpu_types: [a100, h100], gpus_per_node: 16, grace: 5min, max_walltime: 9d, exempt: 10min}
+  gone: {}
+head: {partition: lows}
+"""
+
+
+def test_a_file_that_does_not_fit() -> None:
+    site = parse_section(Site, WRONG, "site.yaml")
+    problems = "\n".join(check_against(site, FACTS).problems)
+    for words in (
+        "gives 20 s of warning, the site file says 300 s",
+        "no 'h100' (gpu_types: h100), it has nvidia_a100-sxm4-80gb",
+        "largest node has 8",
+        "max_walltime is 216h, Slurm allows 24h",
+        "partition 'gone': Slurm does not have it",
+        "head.partition 'lows': Slurm does not have it",
+    ):
+        assert words in problems, problems
+
+
+def test_what_the_file_alone_shows() -> None:
+    text = "name: x\ngpu_types: {a: {}}\npartitions: {p: {gpu_types: [a], default_walltime: 2h, "
+    site = parse_section(
+        Site, text + "max_walltime: 1h, kill_wait: 8s}}\nhead: {partition: p}", "s"
+    )
+    found = check_alone(site)
+    assert any("longer than" in line for line in found.problems)
+    assert any("streams break" in line for line in found.problems)
+    assert any("8 s of warning" in line for line in found.notes)
+
+
+def test_the_line_for_the_admin_depends_on_the_release() -> None:
+    assert signal_hint((22, 5, 8)).startswith("SlurmctldParameters=preempt_")
+    assert signal_hint((23, 2, 0)).startswith("PreemptParameters=")
+
+
+@pytest.mark.parametrize(
+    ("kind", "card"),
+    [
+        ("nvidia_h100_80gb_hbm3", "h100"), ("tesla_v100-sxm2-32gb", "v100-32"),
+        ("nvidia_geforce_rtx_4090", "rtx4090"), ("a100_80g", "a100-80"), ("l40s", "l40s"),
+        ("tesla", None), ("1g.10gb", None),
+    ],
+)  # fmt: skip
+def test_names_of_cards(kind: str, card: str | None) -> None:
+    assert catalogue_name(kind) == card
+
+
+@given(st.text(max_size=200))
+def test_no_answer_of_slurm_is_too_strange(text: str) -> None:
+    parse_qos(text)
+    parse_records(text, "SwitchName")
+    catalogue_name(text)
+
+
+def test_no_records_are_no_error() -> None:
+    assert parse_records("No topology information available", "SwitchName") == []
+
+
+def test_ports_of_the_kernel(tmp_path: Path) -> None:
+    for device, state, rate, layer in (
+        ("mlx5_0", "4: ACTIVE", "200 Gb/sec (4X HDR)", "InfiniBand"),
+        ("mlx5_1", "1: DOWN", "10 Gb/sec (4X SDR)", "InfiniBand"),
+        ("mlx5_2", "4: ACTIVE", "25 Gb/sec (1X EDR)", "Ethernet"),
+    ):
+        port = tmp_path / device / "ports" / "1"
+        (port / "counters").mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text(rate + "\n")
+        (port / "link_layer").write_text(layer + "\n")
+        (port / "counters" / "symbol_error").write_text("7\n")
+        (port / "counters" / "link_downed").write_text("0\n")
+    (tmp_path / "mlx5_0" / "device" / "net" / "ib0").mkdir(parents=True)
+    ports = fabric_ports(tmp_path)
+    first = FabricPort("mlx5_0", 1, True, 200.0, True, "ib0", {"symbol_error": 7})
+    assert ports[0] == first and [p.active for p in ports] == [True, False, True]
+    assert rails(ports) == [first] and rails(ports[1:]) == [ports[2]]
+    assert fabric_ports(tmp_path / "none") == [] and rails([]) == []
+
+
+def test_every_shipped_site_file_is_fine(root: Path) -> None:
+    names = ("dgx-pod", "university", "cloud-burst", "mig", "federation", "sandbox", "example")
+    for name in names:
+        site = load_section(Site, root / "site-configs" / f"{name}.yaml")
+        assert check_alone(site).problems == [], name
+    assert load_section(Site, root / "site-configs/dgx-pod.yaml").network.node_link.rails == 8
