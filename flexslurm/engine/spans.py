@@ -33,6 +33,8 @@ class Spans:
         self._ranges = [*before, merged, *after]
 
     def remove(self, start: int, stop: int) -> None:
+        if start >= stop:
+            return
         found: list[tuple[int, int]] = []
         for lo, hi in self._ranges:
             found += [one for one in ((lo, min(hi, start)), (max(lo, stop), hi)) if one[0] < one[1]]

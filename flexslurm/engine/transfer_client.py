@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _TRIES = 5
 """In a row without a byte that could be used."""
-_BACK_OFF_S = 0.05
+_BACK_OFF_S = 0.02
 _CONNECT_S = 5.0
 _MOST_CORRUPT = 16
 _KEPT = 16
@@ -135,7 +135,7 @@ class Fetcher:
                 found.reason = str(error) or type(error).__name__
                 log.info("data from %s:%d: %s", *job.address, found.reason)
             tries = 0 if found.left.total < before else tries + 1
-            if found.left and tries:
+            if found.left and 0 < tries < _TRIES:
                 pause_s = min(_BACK_OFF_S * 2**tries, job.deadline - time.monotonic())
                 job.cancel.wait(max(pause_s, 0.0))
         if found.left and not found.reason:

@@ -1,0 +1,87 @@
+"""The arithmetic under transfers: rates, what is still missing, faults by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexslurm.engine import faults
+from flexslurm.engine.rate import Bucket, piece_bytes
+from flexslurm.engine.spans import Spans
+from flexslurm.errors import EnvironmentFault
+
+
+def test_a_bucket_gives_a_links_time() -> None:
+    bucket = Bucket(100.0)
+    assert bucket.wait_s(50, 10.0) == 0.5
+    assert bucket.wait_s(50, 10.2) == pytest.approx(0.8)  # behind the first, on the same link
+    assert bucket.wait_s(10, 11.02) == pytest.approx(0.08)  # a little late: made good
+    assert bucket.wait_s(10, 20.0) == pytest.approx(0.1)  # idle time is not saved up
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1), st.lists(st.floats(0, 5)))
+def test_a_bucket_is_never_faster_than_its_rate(sizes: list[int], pauses: list[float]) -> None:
+    bucket, now, sent, began = Bucket(100.0), 0.0, 0, 0.0
+    for number, size in enumerate(sizes):
+        now += pauses[number] if number < len(pauses) else 0.0
+        now += bucket.wait_s(size, now)
+        sent += size
+        assert now - began >= sent / 100.0 - 0.05 * (1 + number)
+
+
+def test_slow_links_are_used_evenly() -> None:
+    assert piece_bytes(0.0, 1 << 20) == 1 << 20
+    assert piece_bytes(10e9, 1 << 20) == 1 << 20
+    assert piece_bytes(10e6, 1 << 20) == 200_000
+    assert piece_bytes(1e3, 1 << 20) == 32 << 10
+
+
+small = st.tuples(st.integers(0, 40), st.integers(0, 40))
+
+
+@given(st.lists(st.tuples(st.booleans(), small)), small)
+def test_spans_agree_with_sets(
+    steps: list[tuple[bool, tuple[int, int]]], ask: tuple[int, int]
+) -> None:
+    spans, model = Spans(), set[int]()
+    for add, (start, stop) in steps:
+        if add:
+            spans.add(start, stop)
+            model |= set(range(start, stop))
+        else:
+            spans.remove(start, stop)
+            model -= set(range(start, stop))
+        found = [n for lo, hi in spans for n in range(lo, hi)]
+        assert found == sorted(model)
+        assert spans.total == len(model)
+        assert bool(spans) == bool(model)
+        assert Spans.are_proper(tuple(spans), 40)
+        assert all(a[1] < b[0] for a, b in zip(list(spans), list(spans)[1:], strict=False))
+    met = {n for lo, hi in spans.meet(*ask) for n in range(lo, hi)}
+    assert met == model & set(range(*ask))
+
+
+@pytest.mark.parametrize(
+    "ranges", [((3, 3),), ((5, 4),), ((0, 5), (4, 6)), ((4, 6), (0, 2)), ((0, 11),), ((-1, 2),)]
+)
+def test_spans_that_are_not_proper(ranges: tuple[tuple[int, int], ...]) -> None:
+    assert not Spans.are_proper(ranges, 10)
+
+
+def test_faults_by_name() -> None:
+    try:
+        faults.arm("transfer.chunk:2:raise, transfer.corrupt:3+:spoil")
+        seen = []
+        for _ in range(4):
+            try:
+                seen.append(faults.reach(faults.Point.CHUNK))
+            except faults.InjectedFault:
+                seen.append("raised")
+        assert seen == [False, "raised", False, False]
+        assert [faults.reach(faults.Point.CORRUPT) for _ in range(5)] == [False] * 2 + [True] * 3
+        for text in ("nowhere:1:raise", "step:x:raise", "step:1:sing", "step"):
+            with pytest.raises(EnvironmentFault, match="cannot read"):
+                faults.arm(text)
+    finally:
+        faults.arm("")
