@@ -153,6 +153,7 @@ def _check_bounded(request: SequenceRequest) -> None:
     vocab = small_text().vocab_size
     assert 0 <= request.sampling.top_k <= vocab, request.sampling
     assert all(0 <= token < vocab for token in request.sampling.logit_bias or ())
+    assert all(0 <= token < vocab for token in request.stop.stop_token_ids)
 
 
 class FakeGenerator:

@@ -69,12 +69,15 @@ def plan_launch(
     from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
     from flexslurm.gateway.guard import load_api_keys
+    from flexslurm.gateway.text import TextModel
     from flexslurm.head.gear_tables import full_pool
     from flexslurm.head.main import head_command
     from flexslurm.head.planning import ServicePlanner, check_plans
     from flexslurm.slurm.script import HeadSpec
 
     check_files(check_model(service.model.path))
+    template = service.model.chat_template
+    TextModel.load(Path(service.model.path), Path(template) if template else None)
     if service.gateway.api_keys_file is not None:
         load_api_keys(Path(service.gateway.api_keys_file))  # the head would end for what is wrong
     allocation = None

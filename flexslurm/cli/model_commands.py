@@ -89,12 +89,14 @@ def _progress() -> Callable[[str], None]:
 @model.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def check(path: Path) -> None:
-    """Say whether a checkpoint can be served: its architecture, and whether its files are whole."""
+    """Say whether a checkpoint can be served: its architecture, its files, and its tokenizer."""
     from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
+    from flexslurm.gateway.text import TextModel
 
     info = check_model(path)
     size = check_files(info)
+    TextModel.load(Path(info.path).parent if Path(info.path).is_file() else Path(info.path))
     click.echo(f"{path}: {info.architecture}, {size / 1e6:.0f} MB of weights")
     click.echo(
         f"{info.num_layers} layers, hidden {info.hidden_size}, {info.num_heads} heads, "

@@ -149,6 +149,10 @@ class ModelInfo:
         return self.family.causal_lm
 
 
+_MOST, _MOST_LAYERS = 2**31, 4096
+"""Beyond these a number is a slip, and checking what it asks for would take hours."""
+
+
 def supported() -> str:
     """The architectures that can be staged, for messages."""
     return ", ".join(family.causal_lm for family in FAMILIES.values())
@@ -198,6 +202,8 @@ def _why_not(config: Mapping[str, Any]) -> str | None:
     """Why a configuration cannot be staged, in words; None where it can."""
     kind = str(config.get("model_type", "?"))
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        return f"architectures must be a list, not {architectures!r}"
     name = str(architectures[0]) if architectures else kind
     if config.get("is_encoder_decoder"):
         return f"{name} is an encoder-decoder model; only decoders can be cut into stages"
@@ -233,16 +239,21 @@ def _info(
         value = values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{file}: {key} must be a whole number above 0, not {value!r}")
+        if value > _MOST:
+            raise ModelError(f"{file}: {key} is {value}, more than any model has")
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
+    layers = number("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ModelError(f"{file}: num_hidden_layers is {layers}, more than any model has")
     opt = family.model_type == "opt"
     has_kv = values.get("num_key_value_heads") is not None
     has_dim = values.get("head_dim") is not None
     return ModelInfo(
         path=path,
         family=family,
-        num_layers=number("num_hidden_layers"),
+        num_layers=layers,
         hidden_size=hidden,
         intermediate_size=number("ffn_dim" if opt else "intermediate_size"),
         num_heads=heads,

@@ -81,7 +81,7 @@ class TextModel:
             tokenizer,
             eos_ids=_eos_ids(tokenizer, special, generation, config),
             chat_template=ChatTemplate(sources, special) if sources else None,
-            defaults=_sampling_defaults(generation),
+            defaults=_sampling_defaults(generation, path / "generation_config.json"),
             vocab_size=_vocab_size(config),
         )
 
@@ -242,12 +242,29 @@ def _eos_ids(
     return tuple(dict.fromkeys(found))
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
-    known = {
-        name: generation[name]
-        for name in SamplingDefaults.__struct_fields__
-        if isinstance(generation.get(name), (int, float))
-    }
+_DEFAULT_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 10.0),
+}
+
+
+def _sampling_defaults(generation: dict[str, Any], file: Path) -> SamplingDefaults:
+    """The model's recommendation. Raises ModelError for one that no request could ask for."""
+    known: dict[str, Any] = {}
+    for name, (least, most) in _DEFAULT_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        kinds = (int,) if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise ModelError(
+                f"{file}: {name} is {value!r}, which is not from {least:g} to {most:g}",
+                hint="mend it, or remove it: then OpenAI's default holds",
+            )
+        known[name] = value
     return SamplingDefaults(**known)
 
 

@@ -293,7 +293,9 @@ def stop_rules(
         raise InvalidRequest(
             f"a stop token id is outside 0 to {text.vocab_size - 1}", param="stop_token_ids"
         )
-    ids = [*([] if body.ignore_eos else text.eos_ids), *own]
+    # a model's files may name an end that the model cannot say; workers index by these ids
+    ends = () if body.ignore_eos else (t for t in text.eos_ids if t < text.vocab_size)
+    ids = [*ends, *own]
     return StopRules(
         max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(dict.fromkeys(ids))
     )

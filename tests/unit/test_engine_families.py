@@ -113,6 +113,8 @@ def test_what_transformers_saves_is_read_back(family: str, tiny_models: TinyMode
         ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"architectures": 5}, "architectures must be a list"),
+        ({"architectures": {"a": 1}}, "architectures must be a list"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_with_the_reason(
@@ -126,6 +128,14 @@ def test_what_cannot_be_staged_is_refused_with_the_reason(
     assert caught.value.hint is not None
     for family in FAMILIES.values():
         assert family.causal_lm in caught.value.hint
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x", None, True, float("inf"), 10**9, 10**40])
+def test_a_number_of_layers_that_cannot_be_is_refused_at_once(
+    value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        check_model(write(tmp_path / "m", num_hidden_layers=value))
 
 
 @pytest.mark.parametrize("scaling", ["default", "linear", "yarn", "llama3"])

@@ -377,6 +377,17 @@ async def test_token_ids_are_returned_on_request() -> None:
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
+
+
+@in_loop
+async def test_an_end_beyond_the_vocabulary_never_reaches_the_workers() -> None:
+    whole = small_text()
+    odd = TextModel(whole.tokenizer, eos_ids=(*whole.eos_ids, 10**6), vocab_size=whole.vocab_size)
+    async with gateway(FakeGenerator(says("x")), text=odd) as g:
+        await g.client.completions.create(model=MODEL, prompt="go", extra_body={"min_tokens": 2})
+        assert g.generator.requests[0].stop.stop_token_ids == whole.eos_ids
+
+
 REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETION, {"temperature": -1}, "temperature", "greater than or equal to 0"),
     (COMPLETION, {"temperature": "warm"}, "temperature", "number"),

@@ -236,6 +236,28 @@ def test_the_models_recommendations_are_the_defaults(tmp_path: Path) -> None:
     assert TextModel.load(write_model(tmp_path / "b")).defaults.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    "recommended",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": True},
+        {"top_p": 7},
+        {"top_p": "0.9"},
+        {"top_k": 2.5},
+        {"top_k": 10**30},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0},
+    ],
+)
+def test_a_recommendation_that_no_request_could_have_is_refused(
+    tmp_path: Path, recommended: dict[str, Any]
+) -> None:
+    path = write_model(tmp_path / "a", generation_config=recommended)
+    with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(recommended))} is"):
+        TextModel.load(path)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m")
     (path / "config.json").write_text("{")
