@@ -98,6 +98,19 @@ class Partition(Section):
     )
 
 
+class RestSettings(Section):
+    """slurmrestd, asked for the states of jobs in place of squeue."""
+
+    url: str = Field(
+        pattern=r"^https?://[^/]+/slurm/v[0-9.]+$",
+        description="With the version to speak, as http://ctl:6820/slurm/v0.0.40.",
+    )
+    user: str | None = Field(None, description="X-SLURM-USER-NAME; default: who runs the head.")
+    token_file: str | None = Field(
+        None, description="File with a token (scontrol token), read again for every question."
+    )
+
+
 class SlurmSettings(Section):
     """How to talk to this cluster's Slurm."""
 
@@ -111,6 +124,7 @@ class SlurmSettings(Section):
     )
     command_timeout: Seconds = Field(30.0, gt=0, description="Deadline of one Slurm command.")
     kill_wait: Seconds = Field(30.0, description="KillWait: from SIGTERM to SIGKILL.")
+    rest: RestSettings | None = Field(None, description="slurmrestd; without it squeue is asked.")
 
 
 class HeadSettings(Section):

@@ -21,8 +21,10 @@ from flexslurm.slurm.command import Completed, clean_env, failure, run
 from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
 from flexslurm.slurm.jobs import JobInfo
+from flexslurm.slurm.json_forms import jobs_of
 from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.records import optional, parse_records, parse_settings
+from flexslurm.slurm.rest import ask_rest
 from flexslurm.slurm.states import NodeState, node_state
 from flexslurm.slurm.times import told_duration
 
@@ -113,6 +115,9 @@ class SlurmClient:
         """
         if not ids:
             return {}
+        if self.settings.rest is not None:
+            answer = ask_rest(self.settings.rest, "/jobs/", self.settings.command_timeout)
+            return jobs_of(answer, ids, time.time(), grace_s or {})
         now = time.time()
         wanted = set(ids)
         rows = [row for row in self._rows() if row["jobid"] in wanted]
