@@ -198,12 +198,16 @@ def check_model(path: str | os.PathLike[str]) -> ModelInfo:
     return info
 
 
+def _architectures(config: Mapping[str, Any]) -> list[object]:
+    """What the configuration says it is; a word where a list belongs is taken for its only one."""
+    named = config.get("architectures") or []
+    return named if isinstance(named, list) else [named]
+
+
 def _why_not(config: Mapping[str, Any]) -> str | None:
     """Why a configuration cannot be staged, in words; None where it can."""
     kind = str(config.get("model_type", "?"))
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list):
-        return f"architectures must be a list, not {architectures!r}"
+    architectures = _architectures(config)
     name = str(architectures[0]) if architectures else kind
     if config.get("is_encoder_decoder"):
         return f"{name} is an encoder-decoder model; only decoders can be cut into stages"

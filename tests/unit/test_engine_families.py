@@ -113,8 +113,8 @@ def test_what_transformers_saves_is_read_back(family: str, tiny_models: TinyMode
         ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
-        ({"architectures": 5}, "architectures must be a list"),
-        ({"architectures": {"a": 1}}, "architectures must be a list"),
+        ({"architectures": 5}, "the architecture 5"),
+        ({"architectures": {"a": 1}}, "the architecture {'a': 1}"),
     ],
 )
 def test_what_cannot_be_staged_is_refused_with_the_reason(
@@ -130,7 +130,7 @@ def test_what_cannot_be_staged_is_refused_with_the_reason(
         assert family.causal_lm in caught.value.hint
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, "x", None, True, float("inf"), 10**9, 10**40])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x", True, float("inf"), 10**9, 10**40])
 def test_a_number_of_layers_that_cannot_be_is_refused_at_once(
     value: object, tmp_path: Path
 ) -> None:
