@@ -33,9 +33,10 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """Prices of nodes that no pipeline is worth more than: they bound every signature's plans."""
+    """Prices of groups that no pipeline is worth more than, and so of nodes: a bound on plans."""
 
     nodes: dict[Shape, float]
+    groups: dict[StageKind, float]
 
     def of(self, signature: Signature) -> float:
         if any(shape not in self.nodes for shape, _ in signature.counts):
@@ -82,7 +83,10 @@ def generate(
             fresh = [need for need in priced.needs if need not in found]
             if np.isfinite(priced.excess):
                 slack = 1 + max(priced.excess, TOLERANCE)
-                bound = Bound({s: price * slack for s, price in _nodes(prices, shapes).items()})
+                bound = Bound(
+                    {shape: price * slack for shape, price in _nodes(prices, shapes).items()},
+                    {kind: price * slack for kind, price in prices.items()},
+                )
                 if best is None or bound.of(signature) < best.of(signature):
                     best = bound
         most = best.of(signature) if best else float("inf")
@@ -91,8 +95,25 @@ def generate(
             break
         found.update((c.need, c) for c in value_needs(problem, fresh, pricer.tier))
     if best is None:
-        best = Bound(dict.fromkeys(shapes, float("inf")))
+        best = Bound(dict.fromkeys(shapes, float("inf")), {})
     return list(found.values()), best
+
+
+def close_gap(
+    problem: Problem, pricer: Pricer, bound: Bound, loss: float, most: int
+) -> list[Column] | None:
+    """All pipelines that a plan can use which loses at most `loss` to the bound; None: too many.
+
+    What such a plan's pipelines are worth less than their groups' prices is part of the loss.
+    """
+    needs = pricer.near(bound.groups, loss, most)
+    if needs is None:
+        return None
+    return [
+        column
+        for column in value_needs(problem, needs, pricer.tier)
+        if column.tokens_per_s + loss >= sum(bound.groups[k] * n for k, n in column.need)
+    ]
 
 
 def fill_prices(

@@ -15,7 +15,7 @@ import msgspec
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.planner.build import Builder, no_gear
 from flexslurm.planner.columns import Column, columns, key_worth, multisets, stage_kinds
-from flexslurm.planner.generate import Bound, generate
+from flexslurm.planner.generate import Bound, close_gap, generate
 from flexslurm.planner.integer import Programme
 from flexslurm.planner.lattice import Lattice
 from flexslurm.planner.model_spec import ModelSpec
@@ -30,6 +30,8 @@ MAX_DEPTH = 16
 """Stages of a pipeline that are looked at, where the weakest GPU type does not need more."""
 MOST_CELLS = 600_000
 """Multisets that are listed, times stage kinds."""
+MOST_NEAR = 4000
+"""Pipelines that are listed to close a gap."""
 GAP = 0.004
 """Plans that are not exact are proved to be within this share of the best."""
 
@@ -201,10 +203,11 @@ class Solver:
             plan, key = dict(self.lattice.plan(signature)), self.lattice.key(signature)
             return Choice(self.tier, plan, key, key_worth(key))
         choice = self.solve(signature)
-        if not self.complete and not _near(choice):
-            self.generate(signature)
-            choice = self.solve(signature)
-        return choice
+        if self.complete or _near(choice):
+            return choice
+        self.generate(signature)
+        choice = self.solve(signature)
+        return choice if _near(choice) else self._exact(signature, choice)
 
     def bound(self, signature: Signature) -> float:
         """No plan of the signature is worth more, as far as prices have proved it."""
@@ -216,6 +219,20 @@ class Solver:
         self._columns.update((column.need, column) for column in found)
         self._bounds.append(bound)
         self.__dict__.pop("programme", None)
+
+    def _exact(self, signature: Signature, choice: Choice) -> Choice:
+        """List all pipelines that a better plan could use, where they are not too many."""
+        bound = min(self._bounds, key=lambda bound: bound.of(signature))
+        loss = bound.of(signature) - key_worth(choice.key)
+        found = close_gap(self.problem, self.pricer, bound, loss, MOST_NEAR)
+        if found is None:
+            return choice
+        self._columns.update((column.need, column) for column in found)
+        self.__dict__.pop("programme", None)
+        solved = self.programme.solve(signature, 0.0)
+        if solved.key < choice.key:
+            return choice
+        return Choice(self.tier, solved.plan, solved.key, solved.bound_tokens_per_s)
 
     def prepare(self) -> None:
         """Generate what plans of the whole pool and of any two of its GPU types need."""

@@ -72,6 +72,23 @@ class Pricer:
             needs.update(dict.fromkeys(found))
         return Priced(list(needs), excess)
 
+    def near(self, prices: Mapping[StageKind, float], loss: float, most: int) -> list[Need] | None:
+        """All pipelines that may be worth no less than their price less `loss`.
+
+        Some that are worth less may be among them. None where there are more than `most`.
+        """
+        which, cost = self._costs(prices)
+        found: dict[tuple[int, ...], None] = {}
+        for grid in self.grids:
+            rows = grid.near(which, cost, loss, most)
+            if rows is None:
+                return None
+            found.update(dict.fromkeys(map(tuple, rows.tolist())))
+            if len(found) > most:
+                return None
+        kinds = [self.kinds[i] for i in which]
+        return [tuple((k, c) for k, c in zip(kinds, row, strict=True) if c) for row in found]
+
     def _costs(self, prices: Mapping[StageKind, float]) -> tuple[list[int], Floats]:
         which = [i for i, kind in enumerate(self.kinds) if kind in prices]
         return which, np.array([prices[self.kinds[i]] for i in which])
@@ -173,6 +190,31 @@ class _Grid:
             return needs, float("inf")
         return needs, float((self._worth(starts) / found.cost).max() - 1)
 
+    def near(self, which: Sequence[int], cost: Floats, loss: float, most: int) -> Ints | None:
+        """Counts of kinds, by row, of pipelines that may be worth their cost less `loss`.
+
+        For each interval the relaxation's best price of a layer leaves every kind a slack, and a
+        pipeline's slacks may add up to no more than what its worth and the loss leave.
+        """
+        ceiling = self._worth(self.coarse[:-1]) + loss
+        longest = self.longest[which]
+        bound, slope = self._hull_and_slope(cost, longest)
+        found = [np.zeros((0, len(which)), dtype=np.int64)]
+        total = 0
+        for at in np.flatnonzero(ceiling >= bound):
+            reduced = np.where(longest[:, at] > 0, cost - slope[at] * longest[:, at], np.inf)
+            budget = ceiling[at] - slope[at] * self.problem.layers - self.depth * reduced.min()
+            rows = _within(reduced - reduced.min(), self.depth, budget, most)
+            if rows is None:
+                return None
+            rows = rows[rows @ longest[:, at] >= self.problem.layers]
+            total += len(rows)
+            found.append(rows)
+            if total > 8 * most:
+                found, total = _distinct(found)
+        rows = np.unique(np.concatenate(found), axis=0)
+        return rows if len(rows) <= most else None
+
     def _uncovered(
         self, which: Sequence[int], cost: Floats, starts: Floats, ends: Floats, tolerance: float
     ) -> tuple[Floats, Floats, _Trace | None]:
@@ -188,13 +230,18 @@ class _Grid:
         return np.asarray(self.problem.tokens_per_s(self.batch, cycle))
 
     def _hull(self, cost: Floats, longest: Ints) -> Floats:
-        """By interval, a lower bound on the cost of covering the layers with `depth` stages.
+        """By interval, a lower bound on the cost of covering the layers with `depth` stages."""
+        return self._hull_and_slope(cost, longest)[0]
+
+    def _hull_and_slope(self, cost: Floats, longest: Ints) -> tuple[Floats, Floats]:
+        """As `_hull`, and the price of a layer that gives it.
 
         The dual of the relaxation: any price of a layer gives a bound, and slopes between two
         kinds include the best.
         """
         layers, depth = self.problem.layers, self.depth
         best = np.where(longest.max(axis=0) * depth >= layers, 0.0, np.inf)
+        slopes_of_best = np.zeros(len(best))
         usable = np.where(longest > 0, cost[:, None], np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             for a in range(len(cost)):
@@ -204,8 +251,9 @@ class _Grid:
                 slope = np.where(longest > longest[a], slopes, np.inf).min(axis=0)
                 slope = np.where(np.isfinite(slope) & (slope > 0), slope, 0.0)
                 bound = slope * layers + depth * (usable - slope * longest).min(axis=0)
-                best = np.maximum(best, np.where(np.isfinite(bound), bound, 0.0))
-        return best
+                better = np.isfinite(bound) & (bound > best)
+                best[better], slopes_of_best[better] = bound[better], slope[better]
+        return best, slopes_of_best
 
     def _cover(self, which: Sequence[int], cost: Floats, bounds: Floats) -> _Trace:
         """By bound, the cheapest `depth` stages that cover all layers."""
@@ -300,6 +348,33 @@ class _Trace:
         some.starts, some.best, some.kind = self.starts, self.best, self.kind
         some.cost, some.rows = self.cost[keep], self.rows[keep]
         return some
+
+
+def _within(slack: Floats, depth: int, budget: float, most: int) -> Ints | None:
+    """Multisets of `depth` kinds whose slacks add up to no more than `budget`, unless too many."""
+    kinds = np.flatnonzero(slack <= budget)
+    rows = np.zeros((1, len(slack)), dtype=np.int64)
+    spent, last = np.zeros(1), np.zeros(1, dtype=np.int64)
+    for _ in range(depth):
+        grown, costs, lasts = [], [], []
+        for place, kind in enumerate(kinds):
+            keep = (last <= place) & (spent + slack[kind] <= budget)
+            more = rows[keep].copy()
+            more[:, kind] += 1
+            grown.append(more)
+            costs.append(spent[keep] + slack[kind])
+            lasts.append(np.full(len(more), place))
+        if not grown:
+            return rows[:0]
+        rows, spent, last = (np.concatenate(parts) for parts in (grown, costs, lasts))
+        if len(rows) > most:
+            return None
+    return rows
+
+
+def _distinct(found: list[Ints]) -> tuple[list[Ints], int]:
+    rows = np.unique(np.concatenate(found), axis=0)
+    return [rows], len(rows)
 
 
 def _ladder(low: float, high: float) -> Floats:
