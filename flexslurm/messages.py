@@ -558,6 +558,30 @@ class NotifyAsk(Message, frozen=True, tag="ask.notify"):
     reason: str = ""
 
 
+class DrainAsk(Message, frozen=True, tag="ask.drain"):
+    """Cordon a fragment, and end it once nothing of it is used."""
+
+    fragment: str
+
+
+class ShiftAsk(Message, frozen=True, tag="ask.shift"):
+    """Go into a gear and stay there until members change; answered by `ShiftAnswer`."""
+
+    to: str
+    """An allocation's name, a layout, or `best`: what the policy would choose."""
+    dry_run: bool = False
+
+
+class ShiftAnswer(Message, frozen=True, tag="answer.shift"):
+    """The plan of the shift."""
+
+    to: str
+    """The gear's layout."""
+    lines: tuple[str, ...] = ()
+    epoch: int = 0
+    """It will be tried under; 0: it will not."""
+
+
 class AskRefused(Message, frozen=True, tag="answer.refused"):
     message: str
     hint: str | None = None
@@ -606,8 +630,11 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
     shifts: tuple[dict[str, float | str], ...] = ()
     """The last shifts: `epoch`, `why`, `from`, `to`, `started_s_ago`, `took_s`, `outcome`; of the
     weights, `weights_bytes`, of which `moved_bytes` came from other GPUs and `kept_bytes` were in
-    place, `load_s` and `groups_s` of the slowest worker."""
+    place, `load_s` and `groups_s` of the slowest worker; of the KV, `mode`, `sequences_moved`,
+    `sequences_recomputed`, `kv_bytes`, `transfer_s`, and `pause_s` with the steps awaited in it."""
     uptime_s: float = 0.0
+    judgement: str = ""
+    """The three figures of the shifts so far, in words."""
 
 
 FromAgent = (
@@ -628,7 +655,7 @@ FromWorker = (
     | RendezvousGet
     | RendezvousAdd
 )
-FromCli = StatusAsk | StopAsk | CordonAsk | NotifyAsk
+FromCli = StatusAsk | StopAsk | CordonAsk | DrainAsk | ShiftAsk | NotifyAsk
 ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ReleaseAgent
 ToWorker = (
     WorkerWelcome
@@ -643,6 +670,6 @@ ToWorker = (
     | WorkerExit
     | RendezvousValue
 )
-ToCli = AskRefused | AskDone | StatusAnswer
+ToCli = AskRefused | AskDone | StatusAnswer | ShiftAnswer
 ToHead = FromAgent | FromWorker | FromCli
 FromHead = ToAgent | ToWorker | ToCli

@@ -5,12 +5,22 @@ from __future__ import annotations
 import secrets
 
 from flexslurm.errors import DeadlineExceeded, ServiceError, ServiceUnreachable
-from flexslurm.messages import AskDone, AskRefused, Message, StatusAnswer, StatusAsk, ToCli
+from flexslurm.messages import (
+    AskDone,
+    AskRefused,
+    Message,
+    ShiftAnswer,
+    StatusAnswer,
+    StatusAsk,
+    ToCli,
+)
 from flexslurm.wire.service_dir import ServiceDir
 from flexslurm.wire.transport import HeadLink
 
 
-def ask(directory: ServiceDir, question: Message, timeout_s: float) -> AskDone | StatusAnswer:
+def ask(
+    directory: ServiceDir, question: Message, timeout_s: float
+) -> AskDone | StatusAnswer | ShiftAnswer:
     """Raises ServiceUnreachable when no head answers, ServiceError when it refuses."""
     head = directory.head()
     if head is None:

@@ -186,7 +186,7 @@ def _pilot(
 
 
 def make_submitter(plan: LaunchPlan) -> Submitter:
-    from flexslurm.head.runtime import submitter_for
+    from flexslurm.head.settings import submitter_for
 
     return submitter_for(plan.cluster, plan.site, plan.directory, plan.allocation)
 

@@ -41,7 +41,7 @@ _DIR = click.option(
 )
 
 
-def _directory(service: str | None, service_dir: str | None) -> ServiceDir:
+def find_service(service: str | None, service_dir: str | None) -> ServiceDir:
     """The directory that is meant; without a name, the only one there is."""
     from flexslurm.cli.launch import service_directory
     from flexslurm.wire.service_dir import ServiceDir
@@ -206,7 +206,7 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
     from flexslurm.cli.ask import ask_status
     from flexslurm.cli.show import render_status
 
-    directory = _directory(service, service_dir)
+    directory = find_service(service, service_dir)
     while True:
         answer = ask_status(directory)
         if as_json:
@@ -239,7 +239,7 @@ def logs(
 
     if service_dir is not None and part is None:
         service, part = None, service  # the directory names the service already
-    directory = _directory(service, service_dir)
+    directory = find_service(service, service_dir)
     files = log_files(directory.logs, part)
     if part is None:
         for name, size in files:
@@ -267,7 +267,7 @@ def stop(service: str | None, drain: float, timeout: float, service_dir: str | N
     """End a service: its head, its pilots and their jobs."""
     from flexslurm.cli.stopping import stop_service
 
-    stop_service(_directory(service, service_dir), drain, timeout, _say)
+    stop_service(find_service(service, service_dir), drain, timeout, _say)
 
 
 @click.command()
@@ -284,7 +284,7 @@ def cordon(service: str | None, pilot: str | None, undo: bool, service_dir: str 
         service, pilot = None, service  # one word alone is the pilot
     if pilot is None:
         raise click.UsageError("which pilot? 'flexslurm status' lists them")
-    directory = _directory(service, service_dir)
+    directory = find_service(service, service_dir)
     answer = ask(directory, CordonAsk(fragment=pilot, cordon=not undo), timeout_s=5.0)
     if isinstance(answer, AskDone):
         click.echo(answer.message)

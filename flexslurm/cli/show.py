@@ -61,6 +61,8 @@ def render_status(answer: StatusAnswer) -> str:
     if answer.shifts:
         lines += ["", "last shifts:"]
         lines += [_shift(shift) for shift in answer.shifts[-5:]]
+    if answer.judgement:
+        lines += ["", answer.judgement]
     return "\n".join(lines)
 
 
@@ -72,6 +74,12 @@ def _shift(shift: Mapping[str, float | str]) -> str:
         f"  epoch {number('epoch'):.0f}, {_duration(number('started_s_ago'))} ago, "
         f"{number('took_s'):.2f} s, {shift['outcome']}: {shift['why']}"
     )
+    if number("sequences_moved") or number("sequences_recomputed"):
+        line += (
+            f"\n    KV: {number('sequences_moved'):.0f} sequences moved "
+            f"({_size(number('kv_bytes'))} sent), {number('sequences_recomputed'):.0f} recomputed; "
+            f"streams paused for {number('pause_s'):.3f} s"
+        )
     if not number("weights_bytes"):
         return line
     moved, kept = number("moved_bytes"), number("kept_bytes")

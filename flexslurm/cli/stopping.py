@@ -91,7 +91,7 @@ def _is_local(job: str) -> bool:
 
 
 def _submitter(directory: ServiceDir, cluster: str, allocation: str | None) -> Submitter:
-    from flexslurm.head.runtime import submitter_for
+    from flexslurm.head.settings import submitter_for
 
     if cluster == "local":  # whose site may be damaged
         return LocalSubmitter(directory.path)

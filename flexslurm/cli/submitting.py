@@ -168,7 +168,7 @@ def _check_port(plan: LaunchPlan) -> None:
 
 def job_owner(site: Site, directory: ServiceDir, jobs: Pilots, job: str) -> Submitter:
     """Who knows about the head's job: local processes have names of their own."""
-    from flexslurm.head.runtime import submitter_for
+    from flexslurm.head.settings import submitter_for
     from flexslurm.slurm.local import LocalSubmitter
 
     if job.startswith("local-"):

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
-from flexslurm.control.installed import InstalledGear, ReplicaKey
-from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings, ShiftOrder
 from flexslurm.control.policy import PolicySettings
-from flexslurm.gear import Gear, NoGear, Signature, Slot
-from flexslurm.messages import Message, Pacing
-
-
-class Planner(Protocol):
-    """What the controller asks of the planner; pure and quick."""
-
-    def choose(self, signature: Signature) -> Gear | NoGear: ...
-
-    def place(
-        self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
-    ) -> dict[Slot, GpuAt]: ...
-
-    def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...
+from flexslurm.gear import Gear
+from flexslurm.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +111,8 @@ class Switched:
 class Cordon:
     fragment: str
     cordon: bool
+    drain: bool = False
+    """It shall end once nothing of it is used."""
 
 
 @dataclass(frozen=True, slots=True)

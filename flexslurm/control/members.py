@@ -49,6 +49,8 @@ class AgentRecord:
     state: AgentState = AgentState.READY
     leaves_at: float | None = None
     leave_source: str = ""
+    walltime_ends_at: float | None = None
+    """When Slurm ends its job in any case."""
     released: bool = False
     """Told to end."""
     failures: int = 0
@@ -62,6 +64,12 @@ class AgentRecord:
     @property
     def name(self) -> str:
         return f"{self.hello.fragment} on {self.hello.node}"
+
+    @property
+    def ends_at(self) -> float | None:
+        """When it is gone at the latest, as far as that is known."""
+        ends = [end for end in (self.leaves_at, self.walltime_ends_at) if end is not None]
+        return min(ends, default=None)
 
     def blame(self, why: str, limit: int) -> None:
         """Count a failure that points to this agent; at the limit it is left out of planning."""
@@ -94,7 +102,9 @@ class Members:
         if hello.incarnation in self.agents:
             self.agents[hello.incarnation].heard_at = now
         else:
-            self.agents[hello.incarnation] = AgentRecord(hello, now)
+            left = hello.walltime_s
+            ends_at = None if left is None else now + left
+            self.agents[hello.incarnation] = AgentRecord(hello, now, walltime_ends_at=ends_at)
         return ghosts
 
     def drop(self, agent: str) -> AgentRecord | None:

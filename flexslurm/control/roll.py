@@ -130,8 +130,8 @@ class Roll:
                 return self._hear(now, sender, message)
             case Tick():
                 return self._find_silent(now)
-            case Cordon(fragment, cordon):
-                return self._on_cordon(fragment, cordon)
+            case Cordon():
+                return self._on_cordon(event)
             case Unreachable(member):
                 return self._on_unreachable(member)
             case PilotGone(fragment, reason):
@@ -272,11 +272,13 @@ class Roll:
         told.actions.append(Say(text, warning=True))
         return told
 
-    def _on_cordon(self, fragment: str, cordon: bool) -> Told:
-        cordoned = self._members.cordoned
-        (cordoned.add if cordon else cordoned.discard)(fragment)
-        word = "cordoned" if cordon else "in use again"
-        record = {"event": "cordon", "fragment": fragment, "cordon": cordon}
+    def _on_cordon(self, event: Cordon) -> Told:
+        fragment, members = event.fragment, self._members
+        (members.cordoned.add if event.cordon else members.cordoned.discard)(fragment)
+        drain = event.cordon and event.drain
+        (members.draining.add if drain else members.draining.discard)(fragment)
+        word = "drained" if drain else "cordoned" if event.cordon else "in use again"
+        record = {"event": "cordon", "fragment": fragment, "cordon": event.cordon}
         return Told([Record(record), Say(f"{fragment} is {word}")], [CordonChanged(fragment)])
 
     # ------------------------------------------------------------------ losses

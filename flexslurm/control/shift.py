@@ -36,7 +36,6 @@ from flexslurm.control.actions import (
     ForgetEpoch,
     MeetEpoch,
     ParkAll,
-    PlanShift,
     Send,
 )
 from flexslurm.control.holdings import Holdings
@@ -49,6 +48,7 @@ from flexslurm.control.installed import (
 )
 from flexslurm.control.members import GpuAt, Members, WorkerState
 from flexslurm.control.phases import LEGAL, InstallSettings, Mode, Phase, ShiftOrder
+from flexslurm.control.preview import plan_request
 from flexslurm.gear import Gear, Slot
 from flexslurm.messages import Install, Pacing, StartWorkers
 
@@ -197,22 +197,9 @@ class Shift:
         if not self.plan_asked and self._workers_ready(members, holdings, actions):
             self.plan_asked = True
             self.target = self._make_target(members)
-            actions.append(self._plan(now, members))
+            new, fraction = self.gear_in_place(), self.settings.memory_fraction
+            actions.append(plan_request(now, self.epoch, members, self.old, new, fraction))
         return self.order is not None
-
-    def _plan(self, now: float, members: Members) -> PlanShift:
-        new = self.gear_in_place()
-        both = [*new.replicas.values(), *(self.old.replicas.values() if self.old else ())]
-        at = {seat.worker: seat.at for one in both for seat in one.seats}
-        fraction = self.settings.memory_fraction
-        ends = {w: members.agents[place.agent].leaves_at for w, place in at.items()}
-        return PlanShift(
-            self.epoch,
-            self.old,
-            new,
-            arenas={w: members.arena_bytes(place, fraction) for w, place in at.items()},
-            leaving_s={w: max(end - now, 0.0) for w, end in ends.items() if end is not None},
-        )
 
     def _workers_ready(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:
         """Whether a worker is on every new GPU, and free of leftovers."""

@@ -13,7 +13,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flexslurm.control.actions import Action, Detach, ForgetEpoch, Record, Say, SwitchOver
+from flexslurm.control.actions import (
+    Action,
+    Detach,
+    ForgetEpoch,
+    PlanShift,
+    Record,
+    Say,
+    SwitchOver,
+)
 from flexslurm.control.aftermath import Aftermath
 from flexslurm.control.events import (
     ControlSettings,
@@ -22,7 +30,6 @@ from flexslurm.control.events import (
     GearPlanned,
     MoveFailed,
     Parked,
-    Planner,
     ReplicaBroken,
     ServiceState,
     ShiftEvent,
@@ -34,9 +41,11 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
-from flexslurm.control.members import AgentRecord, GpuAt, Members, WorkerRecord, signature_of
+from flexslurm.control.members import AgentRecord, GpuAt, Members, WorkerRecord
+from flexslurm.control.observing import Planner, observe
 from flexslurm.control.phases import Phase
-from flexslurm.control.policy import Decision, Observation, decide
+from flexslurm.control.policy import Decision, decide
+from flexslurm.control.preview import kept_replicas, preview_shift
 from flexslurm.control.roll import (
     AgentGone,
     Change,
@@ -53,7 +62,6 @@ from flexslurm.control.shift import Shift
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Slot
 from flexslurm.messages import Installed, InstallFailed, Message, Retired
-from flexslurm.planner.placement import match_replicas
 
 
 @dataclass(slots=True)
@@ -265,7 +273,10 @@ class Control:
         if self.pinned is not None:
             decision = self._keep_pinned(self.pinned)
         else:
-            decision = decide(self._observe(now), self.settings.policy)
+            seen = observe(
+                now, self.members, self.current, self.planner, self.preview, self.last_shift_at
+            )
+            decision = decide(seen, self.settings.policy)
         self.reason = decision.reason
         if decision.look_again_s is not None:
             self._plan.soon(now + decision.look_again_s)
@@ -278,24 +289,6 @@ class Control:
             return Decision(None, f"{gear.layout()} was asked for by 'flexslurm shift'")
         return Decision(gear, f"asked for by 'flexslurm shift': {gear.name}")
 
-    def _observe(self, now: float) -> Observation:
-        members, current = self.members, self.current
-        return Observation(
-            current=current.gear if current is not None else None,
-            lost=tuple(f"replica {n}" for n in current.lost) if current is not None else (),
-            leaving=self._leaving(),
-            best=self.planner.choose(signature_of(members.usable())),
-            best_with_leaving=self.planner.choose(signature_of(members.usable(leaving=True))),
-            since_shift_s=None if self.last_shift_at is None else now - self.last_shift_at,
-        )
-
-    def _leaving(self) -> tuple[str, ...]:
-        """Members of the present gear that must leave or are cordoned."""
-        if self.current is None:
-            return ()
-        kept = {agent.id for agent in self.members.usable()}
-        return tuple(sorted(self.members.agents[a].name for a in self.current.agents - kept))
-
     def _start(self, now: float, gear: Gear, reason: str) -> list[Action]:
         placement = self._place(gear)
         if placement is None:
@@ -303,17 +296,13 @@ class Control:
             self._plan.soon(now)
             return [Say(f"the GPUs that are here cannot hold {gear.layout()}", warning=True)]
         old = self.current
-        kept = {}
-        if old is not None:
-            same = match_replicas(old.gear, old.placement, gear, placement)
-            kept = {new: old.replicas[before] for new, before in same.items()}
         self.epoch += 1
         self.shift = Shift(
             epoch=self.epoch,
             gear=gear,
             placement=placement,
             old=old,
-            kept=kept,
+            kept=kept_replicas(old, gear, placement),
             reason=reason,
             started_at=now,
             settings=self.settings.install,
@@ -325,6 +314,16 @@ class Control:
             "signature": str(gear.signature), "reason": reason,
         }  # fmt: skip
         return [Record(record), Say(f"epoch {self.epoch}: {gear.layout()}: {reason}")]
+
+    def preview(self, now: float, gear: Gear) -> PlanShift | None:
+        """A shift to this gear as it would be planned now; None where it does not fit."""
+        placement = self._place(gear)
+        if placement is None:
+            return None
+        fraction = self.settings.install.memory_fraction
+        return preview_shift(
+            now, self.epoch + 1, self.members, self.current, gear, placement, fraction
+        )
 
     def _place(self, gear: Gear) -> dict[Slot, GpuAt] | None:
         """GPUs for a gear, of members that are to stay if these can hold it."""

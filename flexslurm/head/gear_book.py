@@ -6,6 +6,7 @@ it have, at once, and is asked for; whoever plans brings the exact gear by `lear
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ MOST_KNOWN = 4096
 """Gears that are held decoded; the least used go first."""
 MOST_ASKED = 64
 """Gears that are being planned; beyond, stand-ins are given and nothing is asked."""
+
+MOST_NAMES = 512
 
 Found = Gear | NoGear
 
@@ -35,6 +38,13 @@ class GearBook:
         """Look gears up in this table from now on."""
         self._table = table
         self._known.clear()
+
+    def names(self) -> list[str]:
+        """Names of gears that there are, the table's first: at most a few hundred."""
+        table = self._table.signatures() if self._table is not None else ()
+        named = (str(signature) for signature in itertools.islice(table, MOST_NAMES))
+        known = (gear.name for gear in self._known.values() if isinstance(gear, Gear))
+        return list(dict.fromkeys((*named, *known)))
 
     def choose(self, signature: Signature) -> Found:
         """The exact gear where it is known, else a stand-in."""

@@ -18,11 +18,12 @@ from flexslurm.control.events import (
     Switched,
 )
 from flexslurm.control.installed import ReplicaKey
+from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.gear import Gear
 from flexslurm.head.ledger import Adoption, Ledger
-from flexslurm.head.move_plan import plan_moves, replica_at
+from flexslurm.head.move_plan import MovePlan, plan_moves, replica_at
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverPhase, MoverSettings, NewEnd, OldEnd, Tickets
 from flexslurm.head.parking import Parking
@@ -95,11 +96,7 @@ class Moves:
 
     def plan(self, ask: PlanShift) -> ShiftEvent:
         """Plan the moves; with both gears side by side, bound what the old one may use."""
-        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
-        times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
-        plan = plan_moves(
-            self._planner.shards, ask, running, self._planner.rates(ask), max(times, default=0.0)
-        )
+        plan = self._planned(ask)
         keys = tuple(one.key for one in plan.going)
         drivers = self._replicas.open
         old = tuple(OldEnd(replica_at(one), drivers[one.key]) for one in plan.going)
@@ -107,6 +104,31 @@ class Moves:
         for key in keys:
             drivers[key].limit_blocks((plan.limits or {}).get(key))
         return ShiftPlanned(ask.epoch, plan.order)
+
+    def preview(self, ask: PlanShift) -> tuple[str, ...]:
+        """The plan of a shift in words, for people; begins nothing."""
+        return self._planned(ask).order.lines
+
+    def price(self, ask: PlanShift) -> ShiftPrice:
+        """What a shift would cost now; nothing is known where nothing is moved."""
+        found = self._planned(ask)
+        if found.plan is None:
+            return ShiftPrice()
+        return ShiftPrice(
+            seconds=found.plan.transfer_s + found.plan.pause_s,
+            tokens_per_s=found.plan.served_share * self._rate(ask),
+            evicted=found.plan.routes.evicted,
+        )
+
+    def _rate(self, ask: PlanShift) -> float:
+        """Tokens per second of what serves, as estimated."""
+        return 0.0 if ask.old is None else ask.old.gear.estimates.tokens_per_s
+
+    def _planned(self, ask: PlanShift) -> MovePlan:
+        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
+        times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
+        rates, step_s = self._planner.rates(ask), max(times, default=0.0)
+        return plan_moves(self._planner.shards, ask, running, rates, step_s)
 
     def park(self, epoch: int) -> ShiftEvent | None:
         under = self._mine(epoch)

@@ -11,13 +11,15 @@ import msgspec
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.control.actions import PlanShift
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
 from flexslurm.engine.shift_plan import LinkRates
-from flexslurm.errors import ConfigError
+from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature, Slot, slots
 from flexslurm.head.gear_book import GearBook
 from flexslurm.head.gear_tables import Progress, fits, full_pool, make_service_table, pilot_kinds
@@ -26,6 +28,7 @@ from flexslurm.planner.build import no_gear
 from flexslurm.planner.files import load_acted, load_spec, open_table
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.hashing import inputs_hash
+from flexslurm.planner.layouts import gear_of_layout, is_layout, replica_tokens_per_s
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
@@ -56,6 +59,7 @@ class ServicePlanner:
         self._problem = Problem(self.spec, self.topology, self.goal, self._acted)
         self._service = service
         self.book = GearBook(ask)
+        self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
 
     # ------------------------------------------------------------------------------ planning
 
@@ -129,17 +133,38 @@ class ServicePlanner:
 
     def speeds(self, gear: Gear) -> dict[int, float]:
         """Output tokens per second of each replica, by its number, as the planner estimates."""
-        problem, found = self._problem, {}
-        for number, replica in enumerate(gear.replicas):
-            depth = len(replica.stages)
-            slots = -(-replica.max_batch // depth)
-            slowest = max(
-                float(problem.times(StageKind(s.gpu_type, s.tp), slots)[s.lo, s.hi])
-                for s in replica.stages
-            )
-            cycle_s = float(problem.cycle_s(depth, slowest))
-            found[number] = replica.max_batch / cycle_s
+        return {
+            number: replica_tokens_per_s(self._problem, replica)
+            for number, replica in enumerate(gear.replicas)
+        }
+
+    def price(self, ask: PlanShift) -> ShiftPrice:
+        """What a shift would cost; nothing until `priced_by` is set."""
+        return self.priced_by(ask) if self.priced_by is not None else ShiftPrice()
+
+    def find(self, name: str, present: Signature) -> Gear:
+        """The gear that an operator means: an allocation's name, or a layout written out.
+
+        Raises ConfigError or CapacityError with what may be said instead.
+        """
+        if is_layout(name):
+            return gear_of_layout(self._problem, present, name)
+        try:
+            wanted = Signature.parse(name)
+        except ConfigError as error:
+            raise ConfigError(error.message, hint=self.legal_names(present)) from None
+        found = self.choose(wanted)
+        if isinstance(found, NoGear):
+            raise CapacityError(f"'{name}' has no gear: {found.reason}")
         return found
+
+    def legal_names(self, present: Signature) -> str:
+        """What `find` takes here, for a hint."""
+        fit = (name for name in self.book.names() if present.covers(Signature.parse(name)))
+        names = [name for name in fit if name]
+        some = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+        layout = "a layout such as 'a100 tp2 [0,20) → l40s tp1 [20,30)'"
+        return f"give one of {some or str(present)}, or {layout}, or 'best'"
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         """How virtual GPUs spend time in this gear; real ones have no entry."""

@@ -17,14 +17,10 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import (
-    ControlSettings,
-    Cordon,
     Event,
     GearPlanned,
     Tick,
 )
-from flexslurm.control.phases import InstallSettings
-from flexslurm.control.policy import PolicySettings
 from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
 from flexslurm.engine.families import check_model
@@ -33,27 +29,29 @@ from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.installs import Installs
+from flexslurm.head.judging import Judge
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
 from flexslurm.head.observer import SequenceSummary
+from flexslurm.head.operator import Operator
 from flexslurm.head.plan_worker import Answer, PlanWorker
-from flexslurm.head.planning import ServicePlanner, plan_name
+from flexslurm.head.planning import ServicePlanner
 from flexslurm.head.poller import JobPoller
+from flexslurm.head.settings import control_settings, submitter_for
 from flexslurm.head.status import status_answer
 from flexslurm.messages import (
     AskDone,
     AskRefused,
     CordonAsk,
+    DrainAsk,
     FromCli,
     Message,
     ReleaseAgent,
     SequenceRequest,
+    ShiftAsk,
     StatusAsk,
     StopAsk,
 )
-from flexslurm.slurm.allocation import AllocationSubmitter
-from flexslurm.slurm.local import LocalSubmitter
-from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.address import node_address
 from flexslurm.wire.journal import Journal, unwritable
 from flexslurm.wire.service_dir import HeadAddress, Pilot, ServiceDir
@@ -63,53 +61,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 P = ParamSpec("P")
-
-
-def control_settings(service: Service, site: Site, head: str) -> ControlSettings:
-    """The controller's settings from the service file."""
-    serving = service.serving
-    return ControlSettings(
-        head=head,
-        install=InstallSettings(
-            model=service.model.path,
-            dtype=service.model.dtype,
-            memory_fraction=serving.memory_fraction,
-            prepare_timeout_s=120.0,
-            close_timeout_s=3.0,
-            install_timeout_s=serving.install_timeout,
-        ),
-        policy=policy_settings(service),
-        gpu_types=frozenset(site.gpu_types),
-        beat_s=serving.heartbeat,
-        lost_s=serving.lost_after,
-    )
-
-
-def policy_settings(service: Service) -> PolicySettings:
-    """When gears are left and which may be taken, from the service file."""
-    decisions, plans = service.decisions, service.scheduling
-    return PolicySettings(
-        min_action_gap_s=decisions.min_action_gap_sec,
-        migration_benefit_ratio=decisions.migration_benefit_ratio,
-        eviction_risk_weight=decisions.eviction_risk_weight,
-        plans=None if plans.plans is None else tuple(map(plan_name, plans.plans)),
-        default_plan=plan_name(plans.default_plan) if plans.default_plan else None,
-        fallback_plan=plan_name(plans.fallback_plan) if plans.fallback_plan else None,
-        window_s=60 * service.profiling.window_minutes,
-    )
-
-
-def submitter_for(
-    cluster: str, site: Site, directory: ServiceDir, allocation: str | None = None
-) -> Submitter:
-    """Where the pilots come from; `allocation` is the job of cluster `allocation`."""
-    if cluster == "slurm":
-        return SlurmSubmitter(site, directory.path)
-    if cluster == "local":
-        return LocalSubmitter(directory.path, kill_wait_s=site.slurm.kill_wait, env=site.env)
-    assert cluster == "allocation" and allocation is not None, f"{cluster}, job {allocation}"
-    environ = {**os.environ, "SLURM_JOB_ID": allocation}
-    return AllocationSubmitter(site, directory.path, environ=environ)
 
 
 class Head:
@@ -149,6 +100,16 @@ class Head:
             control_settings(self.service, self.site, self.incarnation), self.planner
         )
         self.controller = Controller(self.control, self.effects, time.monotonic)
+        self.planner.priced_by = self.effects.moves.price
+        self.operator = Operator(
+            self.control,
+            self.planner,
+            self.effects.moves,
+            fragments=self._fragments,
+            tell=self._tell,
+            now=time.monotonic,
+        )
+        self.judge = Judge()
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()
@@ -271,6 +232,7 @@ class Head:
             self._tell(Tick())
             self.ledger.tick(time.monotonic())
             self.effects.tick()
+            self.judge.look(time.monotonic(), self.control, self.ledger.figures())
             current = self.control.current
             gpus = current.gpus if current is not None else 0
             self.ledger.announce(
@@ -369,25 +331,14 @@ class Head:
                 case StopAsk(drain_s=drain_s):
                     self._asked.append(sender)
                     self.stop("stopped by 'flexslurm stop'", drain_s)
-                case CordonAsk(fragment=fragment, cordon=cordon):
-                    self._cordon(sender, fragment, cordon)
+                case CordonAsk() | DrainAsk() | ShiftAsk():
+                    self.socket.send(sender, self.operator.answer(ask))
         except FlexslurmError as error:
             self.socket.send(sender, AskRefused(message=error.message, hint=error.hint))
 
-    def _cordon(self, sender: str, fragment: str, cordon: bool) -> None:
-        assert self.socket is not None
-        known = {p.fragment for p in self._pilots()} | {
-            a.hello.fragment for a in self.control.members.agents.values()
-        }
-        if fragment not in known:
-            hint = f"it has {', '.join(sorted(known))}" if known else None
-            message = f"there is no fragment '{fragment}'"
-            self.socket.send(sender, AskRefused(message=message, hint=hint))
-            return
-        self._tell(Cordon(fragment, cordon))
-        self.socket.send(
-            sender, AskDone(message=f"{fragment}: {'cordoned' if cordon else 'in use'}")
-        )
+    def _fragments(self) -> set[str]:
+        members = self.control.members.agents.values()
+        return {p.fragment for p in self._pilots()} | {a.hello.fragment for a in members}
 
     def _pilots(self) -> tuple[Pilot, ...]:
         pilots = self.directory.pilots()
@@ -405,6 +356,7 @@ class Head:
             now=time.monotonic(),
             started_at=self.started_at,
             installs=self.installs,
+            judgement=self.judge.judge(time.monotonic()).words(),
         )
 
     def _extra_status(self) -> dict[str, Any]:

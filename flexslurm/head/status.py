@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from flexslurm.control.events import ShiftReport
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.state import Control
 from flexslurm.gear import Slot
@@ -35,6 +36,7 @@ def status_answer(
     now: float,
     started_at: float,
     installs: Installs,
+    judgement: str = "",
 ) -> StatusAnswer:
     """Build the answer; `jobs` by job id."""
     current = control.current
@@ -63,12 +65,27 @@ def status_answer(
                 "started_s_ago": round(now - report.started_at, 3),
                 "took_s": round(report.took_s, 3),
                 "outcome": report.outcome,
+                **_moved(report),
                 **_installed(installs.figures(report.epoch)),
             }
             for report in control.history
         ),
         uptime_s=now - started_at,
+        judgement=judgement,
     )
+
+
+def _moved(report: ShiftReport) -> dict[str, float | str]:
+    figures = report.figures
+    return {
+        "mode": report.mode,
+        "sequences_moved": figures.moved,
+        "sequences_recomputed": figures.recomputed,
+        "kv_bytes": figures.moved_bytes,
+        "transfer_s": round(figures.transfer_s, 4),
+        "pause_s": round(figures.pause_s, 4),
+        "pause_steps": figures.pause_steps,
+    }
 
 
 def _installed(figures: InstallFigures) -> dict[str, float | str]:

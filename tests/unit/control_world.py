@@ -34,7 +34,7 @@ from flexslurm.control.events import (
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.phases import InstallSettings, Mode, Phase, ShiftOrder
-from flexslurm.control.policy import PolicySettings
+from flexslurm.control.policy import PolicySettings, ShiftPrice
 from flexslurm.control.state import Control
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage, slots
@@ -117,6 +117,12 @@ class OneStagePerNode:
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         return {}
+
+    def options(self, signature: Signature) -> Sequence[Gear]:
+        return ()
+
+    def price(self, ask: PlanShift) -> ShiftPrice:
+        return ShiftPrice()
 
 
 class OneReplicaPerNode(OneStagePerNode):

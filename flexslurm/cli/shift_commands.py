@@ -1,0 +1,58 @@
+"""`flexslurm shift`, `drain`: what a service runs on, by an operator's word."""
+
+from __future__ import annotations
+
+import click
+
+from flexslurm.errors import ServiceError
+
+_NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
+_DIR = click.option(
+    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
+)
+
+
+@click.command()
+@_NAME
+@click.option(
+    "--to",
+    "gear",
+    metavar="GEAR",
+    required=True,
+    help="An allocation such as a100:4x2, a layout as 'flexslurm status' shows it, or best.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the moves, their bytes and times; do nothing.")
+@_DIR
+def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None) -> None:
+    """Go into another gear and stay there until members come or go; 'best' ends that."""
+    from flexslurm.cli.ask import ask
+    from flexslurm.cli.service_commands import find_service
+    from flexslurm.messages import ShiftAnswer, ShiftAsk
+
+    directory = find_service(service, service_dir)
+    answer = ask(directory, ShiftAsk(to=gear, dry_run=dry_run), timeout_s=30.0)
+    if not isinstance(answer, ShiftAnswer):
+        raise ServiceError("the head gave another answer than the plan of a shift")
+    click.echo(f"to: {answer.to}")
+    for line in answer.lines:
+        click.echo(f"  {line}")
+    if dry_run:
+        click.echo("# dry run: nothing was changed")
+    elif answer.epoch:
+        click.echo(f"begun as epoch {answer.epoch}; follow it with: flexslurm status --watch")
+
+
+@click.command()
+@_NAME
+@click.argument("fragment")
+@_DIR
+def drain(service: str | None, fragment: str, service_dir: str | None) -> None:
+    """Move a service off a pilot, and end the pilot once nothing of it is used."""
+    from flexslurm.cli.ask import ask
+    from flexslurm.cli.service_commands import find_service
+    from flexslurm.messages import AskDone, DrainAsk
+
+    directory = find_service(service, service_dir)
+    answer = ask(directory, DrainAsk(fragment=fragment), timeout_s=5.0)
+    if isinstance(answer, AskDone):
+        click.echo(answer.message)

@@ -1,0 +1,81 @@
+"""What an operator asks of a running service: shift, cordon, drain; answers, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flexslurm.control.events import Cordon, Event, ShiftWanted
+from flexslurm.control.members import signature_of
+from flexslurm.control.state import Control
+from flexslurm.errors import CapacityError, ServiceError
+from flexslurm.gear import Gear
+from flexslurm.head.moves import Moves
+from flexslurm.head.planning import ServicePlanner
+from flexslurm.messages import AskDone, CordonAsk, DrainAsk, ShiftAnswer, ShiftAsk
+
+BEST = "best"
+"""The name that gives the choice back to the policy."""
+
+
+class Operator:
+    """Raises FlexslurmErrors for what cannot be done, with what could be."""
+
+    def __init__(
+        self,
+        control: Control,
+        planner: ServicePlanner,
+        moves: Moves,
+        *,
+        fragments: Callable[[], Iterable[str]],
+        tell: Callable[[Event], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._control, self._planner, self._moves = control, planner, moves
+        self._fragments, self._tell, self._now = fragments, tell, now
+
+    def answer(self, ask: ShiftAsk | CordonAsk | DrainAsk) -> AskDone | ShiftAnswer:
+        match ask:
+            case CordonAsk(fragment=fragment, cordon=cordon):
+                self._check_fragment(fragment)
+                self._tell(Cordon(fragment, cordon))
+                return AskDone(message=f"{fragment}: {'cordoned' if cordon else 'in use'}")
+            case DrainAsk(fragment=fragment):
+                self._check_fragment(fragment)
+                self._tell(Cordon(fragment, cordon=True, drain=True))
+                return AskDone(message=f"{fragment}: cordoned; it ends once nothing of it is used")
+            case ShiftAsk(to=name, dry_run=dry_run):
+                return self._shift(name, dry_run=dry_run)
+
+    def _check_fragment(self, fragment: str) -> None:
+        known = set(self._fragments())
+        if fragment not in known:
+            hint = f"it has {', '.join(sorted(known))}" if known else None
+            raise ServiceError(f"there is no fragment '{fragment}'", hint=hint)
+
+    def _shift(self, name: str, *, dry_run: bool) -> ShiftAnswer:
+        gear = None if name == BEST else self._gear(name)
+        if gear is None:
+            if not dry_run:
+                self._tell(ShiftWanted(None, "flexslurm shift --to best"))
+            return ShiftAnswer(to=BEST, lines=("the policy chooses the gear again",))
+        current = self._control.current
+        if current is not None and current.gear == gear and not current.lost:
+            return ShiftAnswer(to=gear.layout(), lines=("that gear is in place",))
+        now = self._now()
+        ask = self._control.preview(now, gear)
+        if ask is None:
+            raise CapacityError(
+                f"the GPUs that are here cannot hold {gear.layout()}", hint=self._legal()
+            )
+        lines = self._moves.preview(ask)
+        if not dry_run:
+            self._tell(ShiftWanted(gear, "flexslurm shift"))
+        return ShiftAnswer(to=gear.layout(), lines=lines, epoch=0 if dry_run else ask.epoch)
+
+    def _gear(self, name: str) -> Gear:
+        present = signature_of(self._control.members.usable())
+        return self._planner.find(name, present)
+
+    def _legal(self) -> str:
+        present = signature_of(self._control.members.usable())
+        return self._planner.legal_names(present)

@@ -1,0 +1,152 @@
+"""A whole service that changes gears under load: no stream is disturbed, and no token is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli.ask import ask
+from flexslurm.errors import ServiceError
+from flexslurm.messages import ShiftAnswer, ShiftAsk
+from tests.service_harness import (
+    Ask,
+    RunningService,
+    finish,
+    oracle,
+    running,
+    some_asks,
+    tiny_service,
+    tiny_site,
+)
+
+pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(180)]
+POOL = [("a100", 4, 1)]
+LONG = 240
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
+    """Four virtual GPUs on one node, each with room for several gears."""
+    home = tmp_path_factory.mktemp("shifts")
+    with running(home, tiny_service(tiny_model, POOL), tiny_site()) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    return oracle(tiny_model, some_asks(4, LONG))
+
+
+def layout(*stages: int | tuple[int, int]) -> str:
+    """Stages of even depth by their TP degrees; or (tp, layers) each."""
+    depths = [s[1] if isinstance(s, tuple) else 6 // len(stages) for s in stages]
+    tps = [s[0] if isinstance(s, tuple) else s for s in stages]
+    ends = [sum(depths[:n]) for n in range(len(depths) + 1)]
+    parts = [f"a100 tp{tp} [{ends[n]},{ends[n + 1]})" for n, tp in enumerate(tps)]
+    return " → ".join(parts)
+
+
+def shift_to(service: RunningService, gear: str) -> dict[str, float | str]:
+    """Go into a gear; the history's line of it."""
+    answer = ask(service.directory, ShiftAsk(to=gear), 10.0)
+    assert isinstance(answer, ShiftAnswer)
+    status = service.until(
+        lambda s: s.state == "serving" and s.gear is not None and s.gear.layout() == answer.to
+    )
+    return status.shifts[-1]
+
+
+def begin(service: RunningService, count: int = 4) -> tuple[list[Ask], list[object]]:
+    asks = some_asks(count, LONG)
+    threads = service.start(asks)
+    deadline = time.monotonic() + 60
+    while not all(len(ask.tokens) >= 2 for ask in asks):
+        assert time.monotonic() < deadline and not any(ask.error for ask in asks), asks
+        time.sleep(0.01)
+    return asks, threads  # type: ignore[return-value]
+
+
+def check(asks: list[Ask], expected: list[list[int]]) -> None:
+    assert [ask.error for ask in asks] == [""] * len(asks)
+    assert [ask.tokens for ask in asks] == expected
+    assert [ask.finish for ask in asks] == ["length"] * len(asks)
+
+
+WALKS = {
+    "pipelines": [layout(1), layout(1, 1), layout(1, 1, 1), layout(1)],
+    "tensor parallel": [layout(1), layout(2), layout(3), layout(1)],
+    "both": [layout(1, 1), layout(2), layout(1, 1, 1), layout((2, 2), (1, 4))],
+    "uneven": [layout((1, 1), (1, 5)), layout((1, 4), (2, 2)), layout((2, 5), (1, 1))],
+    "replicas": [layout(1), f"2x({layout(1)})", layout(1), f"{layout(2)} + {layout(1)}"],
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_over_gears_under_load(
+    service: RunningService, expected: list[list[int]], walk: str
+) -> None:
+    shift_to(service, WALKS[walk][0])
+    asks, threads = begin(service)
+    lines = [shift_to(service, gear) for gear in WALKS[walk][1:]]
+    assert all(ask.finish is None for ask in asks), "the streams were too short"
+    finish(threads, 120)  # type: ignore[arg-type]
+    check(asks, expected)
+    for line in lines:
+        assert line["outcome"] == "committed" and line["mode"] == "beside", line
+        assert line["sequences_recomputed"] == 0, line
+        stages = str(line["from"]).count("[")
+        assert 0 <= float(line["pause_steps"]) <= stages, line
+    touched = [line for line in lines if line["sequences_moved"]]
+    assert touched or walk == "replicas"
+    status = service.status()
+    assert status.running == 0 and status.kv_used == 0.0
+
+
+def test_a_replica_more_disturbs_nobody(service: RunningService, expected: list[list[int]]) -> None:
+    shift_to(service, layout(1))
+    asks, threads = begin(service)
+    more = shift_to(service, f"2x({layout(1)})")
+    assert more["sequences_moved"] == 0 and more["sequences_recomputed"] == 0
+    assert more["pause_s"] == 0
+    finish(threads, 120)  # type: ignore[arg-type]
+    check(asks, expected)
+
+
+def test_a_dry_run_says_what_would_move_and_moves_nothing(service: RunningService) -> None:
+    shift_to(service, layout(1))
+    before = service.status()
+    answer = ask(service.directory, ShiftAsk(to=layout(2, 1), dry_run=True), 10.0)
+    assert isinstance(answer, ShiftAnswer) and answer.epoch == 0
+    said = "\n".join(answer.lines)
+    assert "weights:" in said and "memory: both gears fit" in said and "pause" in said
+    time.sleep(0.3)
+    assert service.status().epoch == before.epoch
+
+
+@pytest.mark.parametrize(
+    ("gear", "said"),
+    [
+        ("h100:4", "did you mean 'a100'?"),
+        ("nonsense", "give one of a100:4, or a layout"),
+        ("a100 tp9 [0,6)", "tp9"),
+        ("a100 tp1 [0,4)", "ends at layer 4 of 6"),
+        ("b200 tp1 [0,6)", "there are a100"),
+        ("5x(a100 tp1 [0,6))", "no node has 1 free a100"),
+    ],
+)
+def test_a_wrong_gear_is_answered_with_the_legal_ones(
+    service: RunningService, gear: str, said: str
+) -> None:
+    with pytest.raises(ServiceError) as caught:
+        ask(service.directory, ShiftAsk(to=gear), 10.0)
+    assert said in str(caught.value)
+
+
+def test_best_gives_the_choice_back(service: RunningService) -> None:
+    shift_to(service, layout(1, 1))
+    assert "asked for by" in service.status().reason
+    ask(service.directory, ShiftAsk(to="best"), 10.0)
+    service.until(lambda s: s.state == "serving" and "asked for" not in s.reason)
