@@ -39,7 +39,9 @@ class Rig:
 
     def answer(self) -> None:
         batch = self.flying.popleft()
-        for event in self.scheduler.complete(batch.step, self.engine.run(batch.chunks, batch.freed)):
+        for event in self.scheduler.complete(
+            batch.step, self.engine.run(batch.chunks, batch.freed)
+        ):
             self.answers.take(event)
         self.scheduler.check_invariants()
 
