@@ -143,20 +143,23 @@ def _replica(problem: Problem, stages: Sequence[StageText], nodes: Sequence[int]
     )
 
 
-def replica_cycle_s(problem: Problem, replica: Replica, *, full: bool = False) -> float:
-    """Time from one token of a sequence to its next in a full batch."""
-    depth = len(replica.stages)
-    slots = -(-replica.max_batch // depth)
-    slowest = max(
+def _slowest_s(problem: Problem, replica: Replica, *, full: bool = False) -> float:
+    """The slowest stage's step in a full batch; `full`: with as much prefill as a step may hold."""
+    slots = -(-replica.max_batch // len(replica.stages))
+    return max(
         float(problem.times(StageKind(s.gpu_type, s.tp), slots, full=full)[s.lo, s.hi])
         for s in replica.stages
     )
-    return float(problem.cycle_s(depth, slowest))
+
+
+def replica_cycle_s(problem: Problem, replica: Replica) -> float:
+    """Time from one token of a sequence to its next in a full batch."""
+    return float(problem.cycle_s(len(replica.stages), _slowest_s(problem, replica)))
 
 
 def replica_tokens_per_s(problem: Problem, replica: Replica) -> float:
     """Output tokens per second of a replica in a full batch."""
-    return replica.max_batch / replica_cycle_s(problem, replica)
+    return float(problem.tokens_per_s(replica.max_batch, replica_cycle_s(problem, replica)))
 
 
 def _estimates(problem: Problem, replicas: Sequence[Replica]) -> Estimates:
@@ -171,8 +174,7 @@ def _estimates(problem: Problem, replicas: Sequence[Replica]) -> Estimates:
     return Estimates(
         tokens_per_s=sum(replica_tokens_per_s(problem, one) for one in replicas),
         ttft_s=max(
-            float(problem.ttft_s(len(one.stages), replica_cycle_s(problem, one, full=True)))
-            for one in replicas
+            problem.ttft_s(len(one.stages), _slowest_s(problem, one, full=True)) for one in replicas
         ),
         tpot_s=max(replica_cycle_s(problem, one) for one in replicas),
         kv_tokens=sum(one.kv_blocks for one in replicas) * limits.block_tokens,
