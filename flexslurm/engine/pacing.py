@@ -1,7 +1,8 @@
 """How long a step of a virtual GPU takes; arithmetic and an injected sleep, never a model.
 
-*As it comes*: t seconds of this thread's CPU time are stretched to t / speed. CPU time, because
-several virtual GPUs share the cores of one machine and waiting for a core is nobody's speed.
+*As it comes*: a step with t seconds of this thread's CPU time takes t / speed, what it waited for a
+core or a peer included. CPU time, because several virtual GPUs share the cores of one machine and
+waiting for a core is nobody's speed; below full speed there is time for it.
 
 *Acted*: a step takes the seconds that `planner.cost.StageCost` gives for its tokens, its link
 times included; what was really computed meanwhile is part of them. A step that finds its input
@@ -63,7 +64,7 @@ class Pacer:
         wall: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sleep, self._cpu, self._wall = sleep, cpu, wall
-        self._stretch = 0.0
+        self._speed = 1.0
         self._cost: StageCost | None = None
         self._cpu_began = self._began = 0.0
         self._ended: float | None = None
@@ -74,7 +75,7 @@ class Pacer:
         elif not 0.0 < pacing.speed <= 1.0:
             raise ProtocolError(f"a virtual GPU's speed is in (0, 1], not {pacing.speed}")
         else:
-            self._stretch = 1.0 / pacing.speed - 1.0
+            self._speed = pacing.speed
 
     def begin(self, *, waited: bool) -> None:
         """The step's input is there; `waited`: the GPU was idle before."""
@@ -90,8 +91,9 @@ class Pacer:
         Returns the seconds it took by the virtual GPU's clock.
         """
         if self._cost is None:
-            extra = (self._cpu() - self._cpu_began) * self._stretch
-            self._wait(extra)
+            if self._speed < 1.0:
+                whole_s = (self._cpu() - self._cpu_began) / self._speed
+                self._wait(self._began + whole_s - self._wall())
             return self._wall() - self._began
         step_s = self._cost.step_s(
             load.new_tokens, load.context_tokens, load.sampled_tokens, load.pairs

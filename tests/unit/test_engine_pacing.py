@@ -49,13 +49,17 @@ def test_full_speed_adds_nothing(pacing: Pacing | None) -> None:
     assert clock.slept == []
 
 
-def test_half_speed_doubles_the_cpu_time_and_not_the_waiting_for_a_core() -> None:
+@pytest.mark.parametrize(("share", "slept"), [(1.0, [1.5]), (0.5, [0.5]), (0.2, [])])
+def test_a_slow_gpu_takes_its_cpu_time_and_not_the_waiting_for_a_core(
+    share: float, slept: list[float]
+) -> None:
+    """Half a second at this share of a core, of a GPU with a quarter of the speed."""
     clock = Clock()
     pacer = clock.pacer(Pacing(speed=0.25))
     pacer.begin(waited=True)
-    clock.work(0.5, share=0.2)
-    assert pacer.end(NOTHING) == pytest.approx(0.8)
-    assert clock.slept == [0.3]  # 0.1 s of CPU are to be 0.4 s
+    clock.work(0.5, share)
+    assert pacer.end(NOTHING) == pytest.approx(max(0.5, 0.5 * share / 0.25))
+    assert clock.slept == slept
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5])
