@@ -24,7 +24,6 @@ from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.json_forms import jobs_of
 from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.records import optional, parse_records, parse_settings
-from flexslurm.slurm.rest import ask_rest
 from flexslurm.slurm.states import NodeState, node_state
 from flexslurm.slurm.times import told_duration
 
@@ -116,6 +115,8 @@ class SlurmClient:
         if not ids:
             return {}
         if self.settings.rest is not None:
+            from flexslurm.slurm.rest import ask_rest
+
             answer = ask_rest(self.settings.rest, "/jobs/", self.settings.command_timeout)
             return jobs_of(answer, ids, time.time(), grace_s or {})
         now = time.time()

@@ -82,8 +82,11 @@ class SlurmSubmitter:
         return "\n".join(lines) + "\n"
 
     def script(self, spec: PilotSpec | HeadSpec, command: Sequence[str]) -> BatchScript:
-        # Hooks know our jobs, and find the service, by this line of the script.
-        spec = replace(spec, env={**spec.env, "FLEXSLURM_SERVICE_DIR": str(self._folder.parent)})
+        # Hooks know our jobs, and find the service, by its comment, or by this line of the script
+        # where the site has a comment of its own.
+        home = str(self._folder.parent)
+        env = {**spec.env, "FLEXSLURM_SERVICE_DIR": home}
+        spec = replace(spec, env=env, comment=f"flexslurm:{home}")
         if isinstance(spec, HeadSpec):
             return head_script(spec, self.site, command)
         return pilot_script(spec, self.site, command)

@@ -26,19 +26,20 @@ def ask_rest(settings: RestSettings, path: str, timeout_s: float) -> dict[str, A
     link = kind(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
         link.request("GET", parts.path + path, headers=_headers(settings))
-        answer = link.getresponse()
-        text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+        with link.getresponse() as answer:
+            status = answer.status
+            text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
         raise SlurmUnavailable(f"slurmrestd at {settings.url} does not answer: {error}") from None
     finally:
         link.close()
-    if answer.status in (401, 403):
+    if status in (401, 403):
         raise SlurmError(
-            f"slurmrestd refuses the token ({answer.status})",
+            f"slurmrestd refuses the token ({status})",
             hint="put a new one into slurm.rest.token_file: scontrol token lifespan=86400",
         )
-    if answer.status >= 500:
-        raise SlurmUnavailable(f"slurmrestd at {settings.url} fails with status {answer.status}")
+    if status >= 500:
+        raise SlurmUnavailable(f"slurmrestd at {settings.url} fails with status {status}")
     return read_answer(text)
 
 

@@ -41,6 +41,8 @@ class PilotSpec:
     command: tuple[str, ...]
     log_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    comment: str | None = None
+    """Hooks find the service by it; a comment among the site's own options wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class HeadSpec:
     command: tuple[str, ...]
     log_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    comment: str | None = None
+    """Hooks find the service by it; a comment among the site's own options wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
     partition = _partition(spec.partition, site)
     walltime = _walltime_s(spec.walltime_s, partition)
     return [
-        *_common(spec.name, spec.log_dir),
+        *_common(spec.name, spec.log_dir, spec.comment),
         f"--nodes={spec.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={pilot_cpus(spec, site)}",
@@ -91,7 +95,7 @@ def head_options(spec: HeadSpec, site: Site) -> list[str]:
     partition = _partition(head.partition, site)
     walltime = _walltime_s(head.walltime, partition)
     return [
-        *_common(spec.name, spec.log_dir),
+        *_common(spec.name, spec.log_dir, spec.comment),
         "--nodes=1",
         "--ntasks=1",
         f"--cpus-per-task={head.cpus}",
@@ -130,7 +134,7 @@ def _where(name: str | None, partition: Partition, walltime_s: float | None) -> 
     return [f"--{option}={value}" for option, value in given.items() if value is not None]
 
 
-def _common(name: str, log_dir: Path) -> list[str]:
+def _common(name: str, log_dir: Path, comment: str | None) -> list[str]:
     if not _NAME.match(name):
         raise ConfigError(
             f"'{name}' cannot be a job's name", hint="use letters, digits, '_', '.' and '-'"
@@ -139,6 +143,7 @@ def _common(name: str, log_dir: Path) -> list[str]:
         f"--job-name={name}",
         f"--output={log_pattern(log_dir, name, '%j.batch')}",
         "--open-mode=append",
+        *([] if comment is None else [f"--comment={comment}"]),
     ]
 
 

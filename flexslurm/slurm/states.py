@@ -194,9 +194,15 @@ _REASONS: dict[str, str] = {
 _HELD = frozenset({"JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held", "MaxRequeue"})
 
 
+def _code(reason: str) -> str:
+    """Without the brackets that squeue puts around it by default; some reasons end with their own."""
+    word = reason.strip()
+    return word[1:-1] if word.startswith("(") and word.endswith(")") else word
+
+
 def reason_in_words(reason: str) -> str:
     """A sentence for Slurm's reason; limits and unknown ones as Slurm names them."""
-    code = reason.strip().strip("()")
+    code = _code(reason)
     if code.lower() in ("", "none", "null", "n/a"):
         return ""
     base, _, rest = code.partition(",")
@@ -214,5 +220,5 @@ def reason_in_words(reason: str) -> str:
 
 def is_held(reason: str) -> bool:
     """Whether nothing will happen until somebody releases the job."""
-    code = reason.strip().strip("()")
+    code = _code(reason)
     return code in _HELD or code.lower().startswith(("jobheld", "launch_failed_requeued_held"))

@@ -154,13 +154,10 @@ def test_what_was_not_asked_for_is_left_out() -> None:
     assert found["8"].known and not found["9"].known and not found["9"].state.over
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["set", "infinite", "number", "nodes", "list", "id", "signal",
-                         "return_code", "status"]), inner, max_size=4),
-    max_leaves=8,
-)  # fmt: skip
+KEYS = ["set", "infinite", "number", "nodes", "list", "id", "signal", "return_code", "status"]
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+flat = st.dictionaries(st.sampled_from(KEYS), leaves | st.lists(leaves, max_size=3), max_size=4)
+plain = leaves | flat | st.dictionaries(st.sampled_from(KEYS), flat, max_size=3)
 
 
 @given(st.dictionaries(st.sampled_from([*OLD, "state", "state_flags"]), plain))
