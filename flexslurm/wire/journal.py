@@ -9,12 +9,14 @@ whenever it has grown large.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -103,7 +105,7 @@ class Journal:
         """Without `keep`, every record is kept."""
         self.path = path
         self._keep, self._most_bytes = keep, most_bytes
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
         self._limit = most_bytes
 
     def open(self) -> None:
@@ -121,8 +123,8 @@ class Journal:
 
         whole = scan(self.path, take)
         fresh = not self.path.exists()
-        self._file = self.path.open("ab")
-        if self._file.tell() != whole:
+        self._file = _for_appending(self.path)
+        if _size(self._file) != whole:
             self._file.truncate(whole)
         if fresh:
             sync_directory(self.path.parent)
@@ -133,10 +135,10 @@ class Journal:
     def append(self, record: Record, *, sync: bool = True) -> None:
         """Add a record; with `sync`, return only when it is on disk. Raises OSError."""
         file = self._opened()
-        at = file.tell()
+        at, line = _size(file), _line(record)
         try:
-            file.write(_line(record))
-            file.flush()
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if sync:
                 os.fsync(file.fileno())
         except OSError:
@@ -144,10 +146,10 @@ class Journal:
             raise
         if self._keep is not None:
             self._keep.take(record)
-            if file.tell() > self._limit:
+            if at > self._limit:
                 self._shrink()
 
-    def _opened(self) -> IO[bytes]:
+    def _opened(self) -> FileIO:
         assert self._file is not None, f"{self.path} is not open"
         return self._file
 
@@ -162,26 +164,29 @@ class Journal:
     def _compact(self) -> None:
         assert self._keep is not None
         write_atomically(self.path, b"".join(map(_line, self._keep.records())))
-        before, self._file = self._opened(), self.path.open("ab")
+        before, self._file = self._opened(), _for_appending(self.path)
         before.close()
 
     def _set_limit(self) -> None:
-        self._limit = self._opened().tell() + self._most_bytes
+        self._limit = _size(self._opened()) + self._most_bytes
 
     def _forget_from(self, at: int) -> None:
         """Cut a half-written record off, so that the next one does not follow damage."""
-        raw = self._opened()
-        self._file = self.path.open("ab")
-        self._file.truncate(at)
-        try:
-            raw.close()
-        except OSError:
-            self._file.truncate(at)
+        self._opened().truncate(at)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _for_appending(path: Path) -> FileIO:
+    """Without a buffer: what could not be written must not be when the file is closed."""
+    return FileIO(path, "ab")
+
+
+def _size(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def unwritable(path: Path, error: OSError) -> EnvironmentFault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,23 @@ def test_decisions_that_are_kept_have_a_bound() -> None:
         memory.take({"event": "epoch", "epoch": epoch})
     assert len(list(memory.records())) < 300
     assert memory.epoch == 9999
+
+
+def test_what_could_not_be_written_is_not_written_later(tmp_path: Path) -> None:
+    """A full disk that gets room again before the file is closed."""
+    path = tmp_path / "j"
+    journal = Journal(path)
+    journal.open()
+    journal.append({"first": 1})
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            journal.append({"lost": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == size
+    journal.append({"second": 3})
+    journal.close()
+    assert read_journal(path)[0] == [{"first": 1}, {"second": 3}]
