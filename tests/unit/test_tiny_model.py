@@ -13,7 +13,7 @@ from flexslurm.engine.tiny import (
     byte_tokenizer,
     write_tiny_model,
 )
-from flexslurm.errors import ModelError
+from flexslurm.errors import EnvironmentFault, ModelError
 
 
 def _contents(path: Path) -> dict[str, bytes]:
@@ -109,3 +109,18 @@ def test_sizes_that_do_not_fit_are_refused(
     with pytest.raises(ModelError, match=part):
         write_tiny_model(tmp_path / "m", **arguments)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        write_tiny_model(tmp_path / "m", layers=2)
+    assert list(tmp_path.iterdir()) == []
