@@ -195,7 +195,7 @@ _HELD = frozenset({"JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held",
 
 
 def _code(reason: str) -> str:
-    """Without the brackets that squeue puts around it by default; some reasons end with their own."""
+    """Without the brackets that squeue puts around it; some reasons end with one of their own."""
     word = reason.strip()
     return word[1:-1] if word.startswith("(") and word.endswith(")") else word
 

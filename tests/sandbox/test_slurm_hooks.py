@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,13 @@ from submitter_suite import wait
 
 from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.site import Site
+from flexslurm.messages import AskDone, Message, NotifyAsk
 from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.hook_files import HOOKS, hook_text, trigger_arguments
 from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.wire.service_dir import HeadAddress, ServiceDir
+from flexslurm.wire.transport import HeadSocket
 
 HEADERS = Path("/usr/include/slurm/spank.h")
 LIMITS = """\
@@ -49,10 +53,17 @@ slurm_conf:
 
 @pytest.fixture(scope="module")
 def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All hooks as installed; in place of flexslurm, a program that notes what it is told."""
+    """All hooks as installed; in place of flexslurm, a program that notes what it is told.
+
+    It hangs where there is a file `hang`, and goes on as flexslurm where there is one `real`.
+    """
     where = tmp_path_factory.mktemp("hooks")
     teller = where / "teller"
-    teller.write_text(f'#!/bin/sh\necho "$@" >>{where}/told\n[ ! -e {where}/hang ] || sleep 60\n')
+    program = "from flexslurm.cli.main import main; main()"
+    teller.write_text(
+        f'#!/bin/sh\necho "$@" >>{where}/told\n[ ! -e {where}/hang ] || sleep 60\n'
+        f'[ ! -e {where}/real ] || exec {sys.executable} -c "{program}" "$@"\n'
+    )
     teller.chmod(0o755)
     site = parse_section(Site, LIMITS, "limits.yaml")
     for hook in HOOKS.values():
@@ -205,6 +216,48 @@ def _tellers(hooks: Path) -> list[str]:
     return found
 
 
+def test_a_head_hears_of_its_job(client: SlurmClient, hooks: Path, tmp_path: Path) -> None:
+    """From the hooks through `flexslurm notify` to the service's own port, proved by its keys."""
+    service = ServiceDir(tmp_path / "svc")
+    service.create()
+    heard: list[Message] = []
+
+    def receive(sender: str, message: Message) -> None:
+        heard.append(message)
+        head.send(sender, AskDone())
+
+    async def listen() -> None:
+        nonlocal head
+        head = HeadSocket(service.keys(), receive, host="127.0.0.1")
+        try:
+            service.publish_head(
+                HeadAddress("h", f"tcp://127.0.0.1:{head.port}", "http://127.0.0.1:1", "n", 1)
+            )
+            await asyncio.to_thread(_run_s, client, f"--comment=flexslurm:{service.path}")
+            deadline = time.monotonic() + 15
+            while len(heard) < 4 and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        finally:
+            head.close()
+
+    head: HeadSocket
+    (hooks / "real").touch()
+    try:
+        asyncio.run(listen())
+        told = {(m.event, m.source) for m in heard if isinstance(m, NotifyAsk)}
+        assert told == {
+            ("job-start", "prolog"), ("job-start", "prolog-slurmctld"),
+            ("job-end", "epilog"), ("job-end", "epilog-slurmctld"),
+        }  # fmt: skip
+        assert len({m.job_id for m in heard if isinstance(m, NotifyAsk)}) == 1
+        # and when nobody listens any more, nobody waits
+        plain_s = _run_s(client)
+        assert _run_s(client, f"--comment=flexslurm:{service.path}") < plain_s + 1.0
+    finally:
+        (hooks / "real").unlink()
+        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+
+
 @pytest.mark.parametrize("name", ["prolog", "epilog", "prolog_slurmctld", "epilog_slurmctld"])
 def test_a_script_returns_at_once(hooks: Path, tmp_path: Path, name: str) -> None:
     (hooks / "hang").touch()
@@ -235,7 +288,7 @@ def test_a_trigger_tells_of_a_node(client: SlurmClient, hooks: Path, tmp_path: P
         line = next(line for line in told(hooks)[before:] if "node-down" in line)
         assert f"--nodes g1 --service-dir {tmp_path}/svc --uid {os.geteuid()}" in line
     finally:
-        client.call("scontrol", "update", "nodename=g1", "state=resume")
+        client._try("scontrol", "update", "nodename=g1", "state=resume")  # it may be back already
         client.cancel([job.base])
         client.call("strigger", "--clear", f"--user={os.geteuid()}")
 

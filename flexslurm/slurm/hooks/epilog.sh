@@ -6,7 +6,7 @@ service=${SPANK_FLEXSLURM_SERVICE:-}
 case ${SLURM_JOB_COMMENT:-} in flexslurm:/*) service=${SLURM_JOB_COMMENT#flexslurm:} ;; esac
 [ -n "$service" ] || exit 0
 job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-} runs=${SLURM_RESTART_COUNT:-}
-set -- notify job-end --source epilog --service-dir "$service" \
+set -- notify job-end --within 4 --source epilog --service-dir "$service" \
     --job "$job" ${runs:+--restarts "$runs"} ${user:+--uid "$user"}
 # Slurm kills this script's process group at its end: the substitution waits until the new process,
 # in a session of its own, has let go of the output.

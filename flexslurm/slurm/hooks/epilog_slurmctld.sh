@@ -12,7 +12,7 @@ job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-} runs=${SLURM_RESTART_COUNT:-}
 become='sudo -n'
 me=$(id -u)
 if [ "$me" = 0 ] || [ "$me" = "$user" ]; then become=; fi
-set -- notify job-end --source epilog-slurmctld --service-dir "$service" \
+set -- notify job-end --within 4 --source epilog-slurmctld --service-dir "$service" \
     --job "$job" ${runs:+--restarts "$runs"} ${user:+--uid "$user"}
 # Slurm kills this script's process group at its end: the substitution waits until the new process,
 # in a session of its own, has let go of the output.

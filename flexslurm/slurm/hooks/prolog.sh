@@ -6,7 +6,7 @@ service=${SPANK_FLEXSLURM_SERVICE:-}
 case ${SLURM_JOB_COMMENT:-} in flexslurm:/*) service=${SLURM_JOB_COMMENT#flexslurm:} ;; esac
 [ -n "$service" ] || exit 0
 job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-}
-set -- notify job-start --source prolog --service-dir "$service" \
+set -- notify job-start --within 4 --source prolog --service-dir "$service" \
     --job "$job" ${user:+--uid "$user"}
 # Slurm kills this script's process group at its end: the substitution waits until the new process,
 # in a session of its own, has let go of the output.

@@ -12,7 +12,7 @@ job=${SLURM_JOB_ID:-} user=${SLURM_JOB_UID:-}
 become='sudo -n'
 me=$(id -u)
 if [ "$me" = 0 ] || [ "$me" = "$user" ]; then become=; fi
-set -- notify job-start --source prolog-slurmctld --service-dir "$service" \
+set -- notify job-start --within 4 --source prolog-slurmctld --service-dir "$service" \
     --job "$job" ${user:+--uid "$user"}
 # Slurm kills this script's process group at its end: the substitution waits until the new process,
 # in a session of its own, has let go of the output.

@@ -17,8 +17,8 @@ me=$(id -u)
     case $comment in flexslurm:/*) ;; *) continue ;; esac
     become='sudo -n'
     if [ "$me" = 0 ] || [ "$me" = "$user" ]; then become=; fi
-    timeout -k 1 5 $become @FLEXSLURM@ notify "$event" --source strigger --nodes "$nodes" \
-        --service-dir "${comment#flexslurm:}" --uid "$user" </dev/null &
+    timeout -k 1 5 $become @FLEXSLURM@ notify "$event" --within 4 --source strigger \
+        --nodes "$nodes" --service-dir "${comment#flexslurm:}" --uid "$user" </dev/null &
 done
 wait
 exit 0
