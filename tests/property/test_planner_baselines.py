@@ -115,7 +115,7 @@ def never_worse(seed: int, most: int) -> None:
         assert found >= baseline * (1 - 1e-6) - 0.01, (name, str(signature), spec.name, goal)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_never_worse_than_by_hand(seed: int) -> None:
     never_worse(seed, most=16)
 
