@@ -49,7 +49,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     """Micro-batches sent and not answered."""
     blocks: int
+    used_blocks: int
     free_blocks: int
+    """Blocks that may be given out: fewer than are not used while a limit holds."""
     queued_blocks: int
     """Blocks that the waiting sequences will want when they are admitted."""
     block_tokens: int
@@ -65,4 +67,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_used(self) -> float:
         """Share of the pool in use, 0 to 1."""
-        return 1.0 - self.free_blocks / self.blocks if self.blocks else 0.0
+        return self.used_blocks / self.blocks if self.blocks else 0.0

@@ -200,6 +200,7 @@ class Scheduler:
             waiting=len(self._roster.queue),
             in_flight=len(self._in_flight),
             blocks=self.pool.num_blocks,
+            used_blocks=self.pool.used_count,
             free_blocks=self.pool.free_count,
             queued_blocks=self._roster.queued_blocks,
             block_tokens=self.block_tokens,

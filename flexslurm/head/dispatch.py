@@ -97,7 +97,7 @@ class Totals(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     blocks: int
-    free_blocks: int
+    used_blocks: int
     evictions: int
     """Those of replicas that are detached again included."""
     prefill_tokens: int
@@ -105,7 +105,7 @@ class Totals(msgspec.Struct, frozen=True):
 
     @property
     def kv_used(self) -> float:
-        return 1.0 - self.free_blocks / self.blocks if self.blocks else 0.0
+        return self.used_blocks / self.blocks if self.blocks else 0.0
 
 
 class _Seat:
@@ -196,7 +196,7 @@ class Dispatch:
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads) + len(self._held) + len(self._unfit),
             blocks=sum(load.blocks for load in loads),
-            free_blocks=sum(load.free_blocks for load in loads),
+            used_blocks=sum(load.used_blocks for load in loads),
             evictions=past.evictions + sum(load.evictions for load in loads),
             prefill_tokens=past.prefill_tokens + sum(load.prefill_tokens for load in loads),
             decode_tokens=past.decode_tokens + sum(load.decode_tokens for load in loads),

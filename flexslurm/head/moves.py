@@ -328,8 +328,7 @@ class Moves:
             return
         for key, blocks in spare.items():
             driver = self._replicas.open[key]
-            load = driver.load()
-            driver.limit_blocks(load.blocks - load.free_blocks + blocks)
+            driver.limit_blocks(driver.load().used_blocks + blocks)
         self._tight[epoch] = tuple(spare)
 
     def _unpark(self, under: UnderWay) -> None:

@@ -111,6 +111,12 @@ class ServicePlanner:
         model, serving = self._service.model, self._service.serving
         return ShardMap(check_model(model.path), model.dtype, serving.block_tokens)
 
+    def warm_up(self) -> None:
+        """Load now what the first placement would load, while nobody waits for an answer."""
+        import scipy.optimize  # noqa: F401
+
+        _ = self.shards
+
     def place(
         self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
     ) -> dict[Slot, GpuAt]:

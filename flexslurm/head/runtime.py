@@ -161,6 +161,7 @@ class Head:
         self._remember()
         self._counted_epoch = self.control.epoch
         self._open_table(or_plan=True)
+        self.planner.warm_up()
         address = node_address(self.site.network)
         self.socket = HeadSocket(self.directory.keys(), self._hear, host="0.0.0.0")  # noqa: S104
         self.effects.bind(self.socket)
