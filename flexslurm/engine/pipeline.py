@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flexslurm.engine import faults
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.epoch_groups import EpochGroups
+from flexslurm.engine.faults import Point
 from flexslurm.engine.groups import Ticket
 from flexslurm.engine.pacing import Pacer, StepLoad
 from flexslurm.engine.sampling import sample
@@ -98,6 +100,7 @@ class StageRunner:
         Raises RuntimeError when a peer is gone or the groups were aborted; then nothing of the
         step may be believed.
         """
+        faults.reach(Point.STEP)
         began = time.monotonic()
         if pending.arriving is not None:
             pending.arriving.wait()

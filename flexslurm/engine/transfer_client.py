@@ -134,6 +134,8 @@ class Fetcher:
             except (OSError, ProtocolError, InjectedFault) as error:
                 found.reason = str(error) or type(error).__name__
                 log.info("data from %s:%d: %s", *job.address, found.reason)
+                if isinstance(error, TimeoutError):
+                    tries += _TRIES // 2  # one that is silent takes longest to be silent again
             tries = 0 if found.left.total < before else tries + 1
             if found.left and 0 < tries < _TRIES:
                 pause_s = min(_BACK_OFF_S * 2**tries, job.deadline - time.monotonic())

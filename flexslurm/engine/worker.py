@@ -93,7 +93,9 @@ class Worker:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._rendezvous = Rendezvous(self._send)
         keys = load_keys(Path(spec.keys))
-        self._transfers = Transfers(incarnation, spec.address, data_key(keys), self._send)
+        self._transfers = Transfers(
+            incarnation, spec.address, data_key(keys), self._send, parked_bytes=_parked_bytes()
+        )
         self._host = Host(
             worker=incarnation,
             network=Network(self._device, spec.address),
@@ -297,7 +299,16 @@ def run(incarnation: str, spec: WorkerSpec, lifeline: int) -> int:
 
 
 def _default_threads() -> int:
-    text = os.environ.get("FLEXSLURM_WORKER_THREADS", "1")
-    if not text.isdecimal() or int(text) == 0:
-        raise EnvironmentFault(f"FLEXSLURM_WORKER_THREADS is '{text}', not a number of threads")
-    return int(text)
+    return _number("FLEXSLURM_WORKER_THREADS", "threads", 1) or 1
+
+
+def _parked_bytes() -> int | None:
+    """The bound on KV parked in host memory; None: what the machine has."""
+    return _number("FLEXSLURM_PARKED_BYTES", "bytes", 0)
+
+
+def _number(variable: str, what: str, least: int) -> int | None:
+    text = os.environ.get(variable)
+    if text is not None and (not text.isdecimal() or int(text) < least):
+        raise EnvironmentFault(f"{variable} is '{text}', not a number of {what}")
+    return None if text is None else int(text)
