@@ -69,6 +69,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.demo:demo",
         "Serve a small model in a sandbox, lose a node, and see it go on.",
     ),
+    "bench": ("flexslurm.cli.bench_commands:bench", "Measure shifts on this machine."),
     "version": ("flexslurm.cli.version_command:version", "Show versions."),
 }
 

@@ -1,0 +1,113 @@
+"""`flexslurm bench`: figures of this machine and this version; never judges them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flexslurm.errors import ServiceError
+
+if TYPE_CHECKING:
+    from flexslurm.cli.bench_shift import ShiftFigures
+
+
+@click.group()
+def bench() -> None:
+    """Measure what this version does, on this machine."""
+
+
+@bench.command()
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the figures there, a list with one object a shift.",
+)
+@click.option("--quick", is_flag=True, help="A smaller model and fewer shifts.")
+@click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
+def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
+    """Change gears under streams on virtual GPUs, and print what each shift cost."""
+    import msgspec
+
+    from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts
+
+    home = Path(tempfile.mkdtemp(prefix="flexslurm-shifts-"))
+    try:
+        with _sigterm_raises():
+            figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
+    finally:
+        if keep:
+            click.echo(f"kept: {home}")
+        else:
+            shutil.rmtree(home, ignore_errors=True)
+    click.echo(table(figures))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+    wrong = [f"{one.before} to {one.after}" for one in figures if not one.tokens_equal]
+    if wrong:
+        raise ServiceError(f"tokens differ from the undisturbed run's: {'; '.join(wrong)}")
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """A SIGTERM ends us as Ctrl-C does, so that the services are ended first."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def table(figures: list[ShiftFigures]) -> str:
+    """One line a shift, below a line that says from where to where."""
+    heads = (
+        "mode", "tokens", "extra gap", "step", "moved", "optimal", "transfer", "link",
+        "recompute", "restart",
+    )  # fmt: skip
+    rows = [heads, *(_row(one) for one in figures)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(heads))]
+    lines = ["", _aligned(rows[0], widths)]
+    for one, row in zip(figures, rows[1:], strict=True):
+        lines += [f"{one.before}  ⇒  {one.after}", _aligned(row, widths)]
+    return "\n".join(lines)
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    return "  " + "  ".join(f"{word:>{width}}" for word, width in zip(row, widths, strict=True))
+
+
+def _row(one: ShiftFigures) -> tuple[str, ...]:
+    return (
+        one.mode,
+        "equal" if one.tokens_equal else "WRONG",
+        _seconds(one.longest_extra_gap_s),
+        _seconds(one.decode_step_s),
+        _bytes(one.bytes_moved),
+        _bytes(one.bytes_optimal),
+        _seconds(one.transfer_s),
+        f"{_bytes(one.link_bytes_per_s)}/s",
+        _seconds(one.recompute_s),
+        _seconds(one.cold_restart_s),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} s"
+
+
+def _bytes(value: float | None) -> str:
+    from flexslurm.engine.shift_plan import size
+
+    return "-" if value is None else size(value)

@@ -1,0 +1,39 @@
+"""`flexslurm bench shift` as a user runs it: real services, real shifts, a list of figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli.main import run
+
+KEYS = {
+    "from", "to", "mode", "tokens_equal", "longest_extra_gap_s", "decode_step_s", "bytes_moved",
+    "bytes_optimal", "transfer_s", "link_bytes_per_s", "recompute_s", "cold_restart_s",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_quick_bench_gives_every_figure_of_every_shift(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shifts.json"
+    code = run(["bench", "shift", "--quick", "--json", str(file)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    shifts = json.loads(file.read_text())
+    assert [shift["mode"] for shift in shifts] == ["beside", "beside", "park"]
+    for shift in shifts:
+        assert shift.keys() == KEYS
+        assert f"{shift['from']}  ⇒  {shift['to']}" in shown.out
+        assert shift["from"] != shift["to"] and shift["tokens_equal"]
+        figures = [value for value in shift.values() if isinstance(value, float | int)]
+        assert all(math.isfinite(value) and value >= 0 for value in figures)
+        assert 0 < shift["bytes_optimal"] <= shift["bytes_moved"]
+        assert shift["longest_extra_gap_s"] < shift["cold_restart_s"]
+        assert shift["decode_step_s"] > 0 and shift["link_bytes_per_s"] > 0
