@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -124,6 +125,25 @@ def test_installs_and_shifts_are_in_the_history_and_the_metrics(service: Running
     lines = [x for x in page.splitlines() if x.startswith("flexslurm_shifts_total{")]
     assert any('outcome="committed"' in line for line in lines), page
     assert sum(float(line.split()[-1]) for line in lines) == len(service.status().shifts)
+
+
+@pytest.mark.shared_service
+def test_more_gpus_than_the_table_knows_are_planned_beside_the_head(
+    service: RunningService,
+) -> None:
+    service.until(serves_all)
+    _, spec = service.plan.pilots[0]
+    command = tuple("a100-3" if word == "a100-1" else word for word in spec.command)
+    more = replace(spec, name="tiny.a100-3", command=command)
+    job = service.submitter.submit(more)
+    try:
+        gear = service.until(lambda s: s.gear is not None and s.gear.gpus == 3).gear
+        assert gear is not None and gear.name == "a100:1x3"
+        log = launching.log_tail(service.directory.logs / "head", lines=200)
+        assert "planning the gear of a100:1x3" in log
+    finally:
+        service.submitter.cancel([job])
+    service.until(serves_all)
 
 
 def test_a_head_that_cannot_write_its_journal_at_the_start_is_said_by_launch(
