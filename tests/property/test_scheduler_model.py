@@ -105,7 +105,9 @@ class SchedulerWalk(RuleBasedStateMachine):
             self._take(self.flying.popleft())
 
     def _take(self, batch: MicroBatch) -> None:
-        for event in self.scheduler.complete(batch.step, self.engine.run(batch.chunks, batch.freed)):
+        for event in self.scheduler.complete(
+            batch.step, self.engine.run(batch.chunks, batch.freed)
+        ):
             assert event.seq_id not in self.aborted
             self.answers.take(event)
 

@@ -17,7 +17,8 @@ from flexslurm.slurm.each_node import nodes_of_allocation
 def node(name: str = "n1", **changes: Any) -> dict[str, Any]:
     """A node on which all is well."""
     return {
-        "node": name, "python": "3.11.7", "executable": "/p", "packages": {"torch": "2.6", "nvidia-nccl-cu12": "2.21"},
+        "node": name, "python": "3.11.7", "executable": "/p",
+        "packages": {"torch": "2.6", "nvidia-nccl-cu12": "2.21"},
         "memory_free_bytes": 2**36, "model": {"files": 3, "seconds": 0.1},
         "address": {"address": "10.0.0.1"},
         "gpus": {"wanted": 2, "names": ["A", "A"], "driver": "550", "used_share": [0.0, 0.0]},
