@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,7 +151,7 @@ def stream(endpoint: str, ask: Ask) -> None:
         for line in response:
             if line.startswith(b"data: {"):
                 _take(ask, json.loads(line[6:]))
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         ask.error = repr(error)
     finally:
         connection.close()
