@@ -90,7 +90,8 @@ def notify(
         except BaseException as error:  # noqa: BLE001 - the parent says it, and no hook may fail
             problem = str(error) or type(error).__name__
         finally:
-            os.write(into, problem.encode("utf-8", "replace")[:4000] or b"\0")
+            with contextlib.suppress(OSError):  # the parent has gone without waiting
+                os.write(into, problem.encode("utf-8", "replace")[:4000] or b"\0")
             os._exit(0)
     os.close(into)
     # neither a full syslog nor a stuck terminal may hold the hook up
