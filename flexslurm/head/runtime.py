@@ -24,7 +24,7 @@ from flexslurm.control.events import (
 from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
 from flexslurm.engine.families import check_model
-from flexslurm.errors import FlexslurmError
+from flexslurm.errors import FlexslurmError, ServiceError
 from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
@@ -333,7 +333,10 @@ class Head:
                     self._asked.append(sender)
                     self.stop("stopped by 'flexslurm stop'", drain_s)
                 case CordonAsk() | DrainAsk() | ShiftAsk():
-                    self.socket.send(sender, self.operator.answer(ask))
+                    answer = self.operator.answer(ask)
+                    if self._fault is not None:  # it was not done
+                        raise ServiceError(f"the head ends: {self._fault}")
+                    self.socket.send(sender, answer)
         except FlexslurmError as error:
             self.socket.send(sender, AskRefused(message=error.message, hint=error.hint))
 
