@@ -17,6 +17,7 @@ from flexslurm.wire.service_dir import Pilot
 log = logging.getLogger(__name__)
 
 _MOST_INTERVALS = 8
+_LEAST_GAP_S = 1.0
 """Between two looks, while there are no answers."""
 
 
@@ -34,6 +35,7 @@ class JobPoller:
         self._interval_s = interval_s
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
+        self._hurry = asyncio.Event()
         self._over: set[str] = set()
         self._held: set[str] = set()
         self.views: dict[str, JobView] = {}
@@ -54,7 +56,24 @@ class JobPoller:
             else:
                 waits = None
                 self.take(pilots, infos)
-                await asyncio.sleep(self._interval_s)
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next look: the interval, or less when somebody has seen something."""
+        nap = asyncio.ensure_future(asyncio.sleep(self._interval_s))
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        try:
+            await asyncio.wait({nap, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            if not nap.done():  # however often it is called for, no more than one look a second
+                await asyncio.wait({nap}, timeout=_LEAST_GAP_S)
+        finally:
+            nap.cancel()
+            hurry.cancel()
+            self._hurry.clear()
+
+    def look_now(self) -> None:
+        """Do not wait for the next look: a hook has seen something."""
+        self._hurry.set()
 
     def take(self, pilots: Iterable[Pilot], infos: dict[str, JobInfo]) -> None:
         """One look: new ends and new preemptions become events."""

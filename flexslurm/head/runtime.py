@@ -15,6 +15,7 @@ from typing import Any, ParamSpec
 from flexslurm.config.schema import load_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.control.actions import SwitchOver
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import (
     Event,
@@ -28,8 +29,10 @@ from flexslurm.errors import FlexslurmError, ServiceError
 from flexslurm.gear import Signature
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
+from flexslurm.head.hook_notices import take_notice
 from flexslurm.head.installs import Installs
 from flexslurm.head.judging import Judge
+from flexslurm.head.keeper import Keeper
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
 from flexslurm.head.observer import SequenceSummary
@@ -39,13 +42,16 @@ from flexslurm.head.planning import ServicePlanner
 from flexslurm.head.poller import JobPoller
 from flexslurm.head.settings import control_settings, submitter_for
 from flexslurm.head.status import status_answer
+from flexslurm.head.storage import Storage
 from flexslurm.messages import (
+    AgentHello,
     AskDone,
     AskRefused,
     CordonAsk,
     DrainAsk,
     FromCli,
     Message,
+    NotifyAsk,
     ReleaseAgent,
     SequenceRequest,
     ShiftAsk,
@@ -94,6 +100,7 @@ class Head:
             self.journal,
             MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
             tell=self._tell_soon,
+            switched=self._on_switched,
             probe_tokens=self.service.executor.health_probe_tokens,
         )
         self.control = Control(
@@ -110,6 +117,12 @@ class Head:
             now=time.monotonic,
         )
         self.judge = Judge()
+        place = self.service.executor.checkpoint_dir
+        self.keeper = Keeper(
+            Storage(Path(place), self.service.name) if place is not None else None,
+            self.incarnation,
+            self.service.model.path,
+        )
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()
@@ -162,6 +175,9 @@ class Head:
         self._counted_epoch = self.control.epoch
         self._open_table(or_plan=True)
         self.planner.warm_up()
+        found = self.keeper.begin()
+        if found is not None:
+            self.effects.record(found)
         address = node_address(self.site.network)
         self.socket = HeadSocket(self.directory.keys(), self._hear, host="0.0.0.0")  # noqa: S104
         self.effects.bind(self.socket)
@@ -256,6 +272,7 @@ class Head:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.keeper.close()
         await self.api.stop()
         if self.socket is not None:
             # pilots of a head that fails stay: another one that is launched takes them over
@@ -309,8 +326,18 @@ class Head:
             self._answer(sender, message)
             return
         self.installs.take(message)
-        if not self.effects.take(sender, message):
-            self.controller.hear(sender, message)
+        if self.keeper.take(message) or self.effects.take(sender, message):
+            return
+        self.controller.hear(sender, message)
+        if isinstance(message, AgentHello) and sender in self.control.members.agents:
+            ask = self.keeper.ask(sender, self.control.members.agents)
+            if ask is not None and self.socket is not None:
+                self.socket.send(sender, ask)
+
+    def _on_switched(self, switch: SwitchOver) -> None:
+        drivers = self.effects.replicas.open
+        running = {key: driver.running_kv() for key, driver in drivers.items()}
+        self.keeper.note(switch.epoch, switch.gear, running)
 
     def _count_shifts(self) -> None:
         for report in self.control.history:
@@ -332,6 +359,11 @@ class Head:
                 case StopAsk(drain_s=drain_s):
                     self._asked.append(sender)
                     self.stop("stopped by 'flexslurm stop'", drain_s)
+                case NotifyAsk():
+                    self.effects.record({"event": "hook", "what": ask.event, "source": ask.source})
+                    agents = self.control.members.agents.values()
+                    take_notice(ask, self._pilots(), agents, self.site, self._tell, self._look_now)
+                    self.socket.send(sender, AskDone())
                 case CordonAsk() | DrainAsk() | ShiftAsk():
                     answer = self.operator.answer(ask)
                     if self._fault is not None:  # it was not done
@@ -339,6 +371,10 @@ class Head:
                     self.socket.send(sender, answer)
         except FlexslurmError as error:
             self.socket.send(sender, AskRefused(message=error.message, hint=error.hint))
+
+    def _look_now(self) -> None:
+        if self.poller is not None:
+            self.poller.look_now()
 
     def _fragments(self) -> set[str]:
         members = self.control.members.agents.values()

@@ -92,6 +92,27 @@ def test_it_waits_longer_and_longer_while_there_is_no_answer(
     assert waits[6:8] == [1.0, 1.0]
 
 
+def test_a_hook_shortens_the_wait_and_many_do_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexslurm.head.poller._LEAST_GAP_S", 0.01)
+
+    async def run() -> int:
+        told = Told([{}] * 50)
+        poller = JobPoller(told, list, lambda event: None, 3600.0)  # type: ignore[arg-type]
+        task = asyncio.create_task(poller.run())
+        async with asyncio.timeout(10):
+            while len(told.answers) > 49:
+                await asyncio.sleep(0.001)
+            for _ in range(20):
+                poller.look_now()
+            while len(told.answers) > 48:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        return 50 - len(told.answers)
+
+    assert asyncio.run(run()) == 2
+
+
 def test_a_preemption_is_told_once_for_each_start_of_a_job() -> None:
     def running(restarts: int, preempt_in_s: float | None) -> dict[str, JobInfo]:
         return {"7": JobInfo("7", JobState.RUNNING, preempt_in_s=preempt_in_s, restarts=restarts)}
