@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_harness import Line, lines_of, prompts_of, reference
+from engine_harness import Line, chunk_of, lines_of, prompts_of, reference
 
-from flexslurm.messages import InstallFailed, StepFailed, UnparkKv
+from flexslurm.messages import InstallFailed, SamplingParams, StepFailed, UnparkKv
 from tests.cluster.engine_shift import Shifter
 from tests.cluster.engine_world import BLOCK_TOKENS, KV_BLOCKS, Node, Placed, World, replica_of
 
@@ -170,9 +170,6 @@ def test_a_source_that_dies_in_the_middle_of_a_pull(
     shifter.installed(new)
     shifter.drive(old, 20)
     blocks = shifter.new_blocks(3)
-    pairs = [
-        pair for line in shifter.lines for pair in zip(line.blocks, blocks[line.name], strict=True)
-    ][: len(shifter.held())]
     full = {line.name: line.stored // BLOCK_TOKENS for line in shifter.lines}
     pairs = [
         pair
@@ -320,4 +317,54 @@ def test_parked_blocks_come_back(
     shifter.drive(new, 4)
     shifter.check_memory(new)
     assert world.drive(new, shifter.lines) == greedy
+    world.retire(new)
+
+
+def test_a_step_that_fails_leaves_its_blocks_to_be_pulled(
+    world: World, tiny_model: Path, greedy: list[list[int]]
+) -> None:
+    """The epoch is broken, its memory is not: what it holds is moved, and nothing recomputed."""
+    shifter = Shifter(world, tiny_model, lines())
+    names = [world.start(FLEXSLURM_FAULTS="step:15:raise"), world.start()]
+    old = shifter.begin(None, 1, replica_of([6], [1]), names[:1])
+    new = shifter.begin(None, 2, replica_of([6], [1]), names[1:])
+    shifter.installed(old)
+    shifter.installed(new)
+    shifter.drive(old, 4)
+    for _ in range(15):  # the same step over and over, whose tokens nobody takes
+        chunks = []
+        for line in shifter.lines:
+            stored = line.stored
+            chunks.append(chunk_of(line, 5))
+            line.stored = stored
+        world.send_step(old, chunks)
+    _, failed = world.head.wait(StepFailed, lambda _, m: m.epoch == 1)
+    assert failed.reason == "injected at step"
+    assert shifter.carry(old, new, rounds=0) == {}
+    world.retire(old)
+    assert world.drive(new, shifter.lines) == greedy
+    world.retire(new)
+
+
+def test_seeded_sampling_goes_on_as_it_would_have(world: World, tiny_model: Path) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+
+    def seeded(seed: int) -> list[Line]:
+        return lines_of(PROMPTS, WANTED, BLOCK_TOKENS, KV_BLOCKS, seed, params)
+
+    names = world.workers(2)
+    undisturbed = Shifter(world, tiny_model, seeded(0))
+    alone = undisturbed.begin(None, 1, replica_of([6], [1]), names[:1])
+    undisturbed.installed(alone)
+    wanted = world.drive(alone, undisturbed.lines)
+    world.retire(alone)
+    shifter = Shifter(world, tiny_model, seeded(3))
+    old = shifter.begin(None, 2, replica_of([4, 2], [1, 1]), names)
+    shifter.installed(old)
+    shifter.drive(old, 7)
+    new = shifter.begin(old, 3, replica_of([6], [2]), names)
+    shifter.installed(new)
+    assert shifter.carry(old, new, seed=1) == {}
+    world.retire(old)
+    assert world.drive(new, shifter.lines) == wanted
     world.retire(new)
