@@ -73,7 +73,7 @@ def _sigterm_raises() -> Iterator[None]:
 def table(figures: list[ShiftFigures]) -> str:
     """One line a shift, below a line that says from where to where."""
     heads = (
-        "mode", "tokens", "extra gap", "step", "moved", "optimal", "transfer", "link",
+        "mode", "tokens", "extra gap", "pause", "step", "moved", "optimal", "transfer", "link",
         "recompute", "restart",
     )  # fmt: skip
     rows = [heads, *(_row(one) for one in figures)]
@@ -93,6 +93,7 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         one.mode,
         "equal" if one.tokens_equal else "WRONG",
         _seconds(one.longest_extra_gap_s),
+        _seconds(one.pause_s),
         _seconds(one.decode_step_s),
         _bytes(one.bytes_moved),
         _bytes(one.bytes_optimal),

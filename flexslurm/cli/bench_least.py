@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexslurm.engine.families import check_model
 from flexslurm.engine.kv_cache import blocks_for
-from flexslurm.engine.ownership import ShardMap
+from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.placing import place_gear
 from flexslurm.engine.routing import LiveKv
 from flexslurm.gear import Gear, Slot, slots
@@ -46,6 +46,26 @@ def least_bytes(
         for number, tokens in enumerate(computed)
     ]
     return place_gear(shards, new, nodes, current, live).moved_bytes
+
+
+def padding_bytes(
+    model: Path, block_tokens: int, after: StatusAnswer, padded: int, dtype: str = "float64"
+) -> int:
+    """What alignment adds to the weights of a gear's new replicas, of `padded` bytes in all.
+
+    Replicas that stayed were not installed: the last ones of the gear that make up `padded` are
+    the new ones.
+    """
+    assert after.gear is not None, "a gear that was shifted to is in place"
+    shards = ShardMap(check_model(model), dtype, block_tokens)
+    whole = exact = 0
+    for replica in reversed(after.gear.replicas):
+        for stage, found in enumerate(replica.stages):
+            for rank in range(found.tp if whole < padded else 0):
+                held = Holding.of_slot(replica, stage, rank)
+                whole += shards.weights_bytes(held)
+                exact += sum(piece.nbytes for piece in shards.pieces(held))
+    return padded - exact if whole == padded else 0
 
 
 def _indices(fragment: FragmentStatus) -> tuple[int, ...]:

@@ -40,8 +40,6 @@ STREAMS = 4
 PROMPT_BYTES = 200
 _BEGUN = 8
 """Tokens that every stream has before a shift is asked for."""
-_CUT_MARGIN_S = 0.1
-"""Of the clock of the head's answer, and of the way from the head to the client."""
 _RECOMPUTING = {"FLEXSLURM_FAULTS": "cutover.pull:1+:raise"}
 """Every pull of KV fails, so sequences go on from their tokens."""
 
@@ -56,6 +54,8 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     tokens_equal: bool
     longest_extra_gap_s: float | None
     """The longest time between two tokens of a stream in the shift, less a decode step."""
+    pause_s: float
+    """Of the head's own history: from the pause of the old gear to the start of the new one."""
     decode_step_s: float
     """Median time between two tokens, in the slower of the two gears."""
     bytes_moved: int
@@ -136,6 +136,8 @@ def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
     say("the same with KV recomputed")
     with launched(home / "recomputing", model, plan, _RECOMPUTING) as service:
         again = [service.round(*change, say) for change in plan.walk]
+    if any(one.tokens != [run.tokens for run in calm] for one in again):
+        raise ServiceError("tokens differ from the undisturbed run's where KV is recomputed")
     link = loopback_bytes_per_s()
     return [
         _figures(model, calm, one, other, link, restart_s)
@@ -146,22 +148,25 @@ def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
 def _figures(
     model: Path, calm: list[StreamRun], one: Round, other: Round, link: float, restart_s: float
 ) -> ShiftFigures:
-    from flexslurm.cli.bench_least import least_bytes
+    from flexslurm.cli.bench_least import least_bytes, padding_bytes
 
     line = one.line
-    from_outside = int(line["weights_bytes"]) - int(line["kept_bytes"])
+    padded = int(line["weights_bytes"])
+    padding = padding_bytes(model, BLOCK_TOKENS, one.after, padded)
+    from_outside = padded - padding - int(line["kept_bytes"])
     return ShiftFigures(
         before=str(line["from"]),
         after=str(line["to"]),
         mode=str(line["mode"]),
         tokens_equal=one.tokens == [run.tokens for run in calm],
         longest_extra_gap_s=_rounded(one.extra_gap_s),
+        pause_s=float(line["pause_s"]),
         decode_step_s=round(one.step_s, 4),
         bytes_moved=from_outside + int(line["kv_bytes"]),
         bytes_optimal=least_bytes(model, BLOCK_TOKENS, one.before, one.after, one.computed),
         transfer_s=round(float(line["load_s"]) + float(line["transfer_s"]), 4),
         link_bytes_per_s=round(link),
-        recompute_s=_rounded(other.extra_gap_s) if other.tokens == one.tokens else None,
+        recompute_s=None if other.line["sequences_moved"] else _rounded(other.extra_gap_s),
         cold_restart_s=round(restart_s, 3),
     )
 
@@ -201,15 +206,8 @@ class Round:
         return [run.tokens for run in self.runs]
 
     def _seen(self, run: StreamRun) -> int:
-        """Tokens before the cut-over: it is the longest gap around that moment."""
-        since = self.cut_at - float(self.line["pause_s"]) - _CUT_MARGIN_S
-        until = self.cut_at + _CUT_MARGIN_S
-        gaps = [
-            (b - a, n)
-            for n, (a, b) in enumerate(pairwise(run.times), start=1)
-            if b >= since and a <= until
-        ]
-        return max(gaps)[1] if gaps else 0
+        """Tokens before the cut-over: no step was under way then, and the next takes a while."""
+        return sum(at <= self.cut_at for at in run.times)
 
     @property
     def step_s(self) -> float:
@@ -310,7 +308,6 @@ class BenchService:
         after = ask_status(self._directory)
         self._finish(runs, threads)
         last = ask_status(self._directory)
-        now = time.monotonic()
         line = next((dict(one) for one in last.shifts if one["epoch"] == epoch), None)
         if line is None:
             raise ServiceError(f"the head has no history of epoch {epoch}")
@@ -322,7 +319,7 @@ class BenchService:
             line=line,
             asked_at=asked_at,
             seen_at=seen_at,
-            cut_at=now - float(line["started_s_ago"]) + float(line["took_s"]),
+            cut_at=self._cut_at(epoch),
             prompt_tokens=self._prompt_tokens(),
         )
 
@@ -345,10 +342,22 @@ class BenchService:
         _until(there)
         return found[-1]
 
+    def _cut_at(self, epoch: int) -> float:
+        """When the head went over, on our monotonic clock; it runs on this machine."""
+        ahead_s = time.time() - time.monotonic()
+        return float(self._noted("switched", epoch=epoch)["at"]) - ahead_s
+
     def _prompt_tokens(self) -> int:
         """All prompts are equally long; the head has written down how long."""
+        return int(self._noted("accepted")["prompt"])
+
+    def _noted(self, event: str, **wanted: object) -> dict[str, Any]:
+        """The last such record of the head's journal."""
         records, _ = read_journal(self._directory.journal)
-        return next(int(r["prompt"]) for r in reversed(records) if r.get("event") == "accepted")
+        for record in reversed(records):
+            if {"event": event, **wanted}.items() <= record.items():
+                return record
+        raise ServiceError(f"the head has written down no '{event}' of {wanted}")
 
     def _open(self, bodies: Sequence[dict[str, Any]]) -> Any:
         head = self._directory.head()
