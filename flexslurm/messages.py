@@ -167,6 +167,15 @@ class WorkerDied(Message, frozen=True, tag="agent.worker_died"):
     reason: str = ""
 
 
+class DirectoryProbed(Message, frozen=True, tag="agent.directory_probed"):
+    """The answer to `ProbeDirectory`."""
+
+    incarnation: str
+    path: str
+    reason: str = ""
+    """What is wrong with it, as seen from the agent's node; empty: nothing."""
+
+
 class AgentBye(Message, frozen=True, tag="agent.bye"):
     incarnation: str
     reason: str
@@ -200,6 +209,14 @@ class StopWorkers(Message, frozen=True, tag="head.stop_workers"):
 
     gpus: tuple[int, ...]
     grace_s: float = 2.0
+
+
+class ProbeDirectory(Message, frozen=True, tag="head.probe_directory"):
+    """Find out whether a shared directory can be used from the agent's node."""
+
+    path: str
+    token: str
+    """What the head wrote there."""
 
 
 class ReleaseAgent(Message, frozen=True, tag="head.release"):
@@ -638,7 +655,14 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
 
 
 FromAgent = (
-    AgentHello | AgentBeat | LeaveNotice | LeaveCancelled | WorkerStarted | WorkerDied | AgentBye
+    AgentHello
+    | AgentBeat
+    | LeaveNotice
+    | LeaveCancelled
+    | WorkerStarted
+    | WorkerDied
+    | AgentBye
+    | DirectoryProbed
 )
 FromWorker = (
     WorkerHello
@@ -656,7 +680,7 @@ FromWorker = (
     | RendezvousAdd
 )
 FromCli = StatusAsk | StopAsk | CordonAsk | DrainAsk | ShiftAsk | NotifyAsk
-ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ReleaseAgent
+ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ProbeDirectory | ReleaseAgent
 ToWorker = (
     WorkerWelcome
     | Refused

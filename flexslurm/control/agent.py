@@ -12,12 +12,13 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from flexslurm.config.site import Site
+from flexslurm.control.directory_probe import probe_directory
 from flexslurm.control.inventory import gpus_of_node
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, ServiceError
 from flexslurm.messages import (
@@ -25,8 +26,10 @@ from flexslurm.messages import (
     AgentBeat,
     AgentBye,
     AgentHello,
+    DirectoryProbed,
     GpuInfo,
     LeaveNotice,
+    ProbeDirectory,
     Refused,
     ReleaseAgent,
     StartWorkers,
@@ -254,6 +257,8 @@ class Agent:
             case StopWorkers(gpus=gpus, grace_s=grace_s):
                 for gpu in gpus:
                     self._stop_worker(gpu, grace_s)
+            case ProbeDirectory():
+                self._begin(self._probe(message))
             case ReleaseAgent(reason=reason, give_back=give_back):
                 self._exit_code = EXIT_GIVE_BACK if give_back else 0
                 self._finish(reason)
@@ -276,9 +281,18 @@ class Agent:
         if gpu in self._workers or gpu in self._spawning or self._nursery is None:
             return
         self._spawning.add(gpu)
-        task = asyncio.create_task(self._spawn(gpu))
+        self._begin(self._spawn(gpu))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, ask: ProbeDirectory) -> None:
+        """In a thread: a shared file system may hang, and the head does not wait for this."""
+        reason = await asyncio.to_thread(probe_directory, Path(ask.path), ask.token)
+        incarnation = self._options.incarnation
+        self._send(DirectoryProbed(incarnation=incarnation, path=ask.path, reason=reason))
 
     async def _spawn(self, gpu: int) -> None:
         assert self._nursery is not None and self._head is not None
@@ -322,7 +336,7 @@ class Agent:
             )
         )
 
-    def _send(self, message: WorkerDied | WorkerStarted | LeaveNotice) -> None:
+    def _send(self, message: WorkerDied | WorkerStarted | LeaveNotice | DirectoryProbed) -> None:
         if self._link is not None:
             self._link.send(message)
 

@@ -41,11 +41,15 @@ class HeadEffects:
         planner: MovePlanner,
         *,
         tell: Callable[[Event], None],
+        switched: Callable[[SwitchOver], None] = lambda switch: None,
         probe_tokens: int = 16,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` takes events for the controller, in the loop's next turn."""
-        self._journal, self._tell, self._now = journal, tell, now
+        """`tell` takes events for the controller, in the loop's next turn.
+
+        `switched` is called when a gear serves, after the streams go on.
+        """
+        self._journal, self._tell, self._switched, self._now = journal, tell, switched, now
         self._socket: HeadSocket | None = None
         self._board = RendezvousBoard()
         self.replicas = Replicas(
@@ -120,7 +124,9 @@ class HeadEffects:
         self.moves.room_free(epoch)
 
     def switch_over(self, switch: SwitchOver) -> ShiftEvent:
-        return self.moves.switch(switch)
+        answer = self.moves.switch(switch)
+        self._switched(switch)
+        return answer
 
     def _send_many(self, workers: tuple[str, ...], message: Message) -> None:
         if self._socket is not None:

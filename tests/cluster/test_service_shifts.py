@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flexslurm.cli.ask import ask
 from flexslurm.errors import ServiceError
+from flexslurm.head.light_checkpoint import LightCheckpoint
 from flexslurm.messages import ShiftAnswer, ShiftAsk
 from tests.service_harness import (
     Ask,
@@ -31,7 +33,9 @@ LONG = 240
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     """Four virtual GPUs on one node, each with room for several gears."""
     home = tmp_path_factory.mktemp("shifts")
-    with running(home, tiny_service(tiny_model, POOL), tiny_site()) as service:
+    settings = tiny_service(tiny_model, POOL)
+    settings["executor"] = {"checkpoint_dir": str(home / "kept")}
+    with running(home, settings, tiny_site()) as service:
         yield service
 
 
@@ -113,6 +117,21 @@ def test_a_replica_more_disturbs_nobody(service: RunningService, expected: list[
     assert more["pause_s"] == 0
     finish(threads, 120)  # type: ignore[arg-type]
     check(asks, expected)
+
+
+def test_what_lives_where_is_written_down(service: RunningService) -> None:
+    shift_to(service, layout(1))
+    line = shift_to(service, layout(2, 1))
+    kept = service.directory.path.parent / "kept" / "tiny"
+    path = kept / f"shift-{line['epoch']:.0f}.json"
+    deadline = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < deadline, sorted(kept.iterdir())
+        time.sleep(0.02)
+    noted = msgspec.json.decode(path.read_bytes(), type=LightCheckpoint)
+    assert noted.layout == line["to"]
+    [one] = noted.replicas
+    assert [(s.lo, s.hi, s.tp_rank) for s in one.stages] == [(0, 3, 0), (0, 3, 1), (3, 6, 0)]
 
 
 def test_a_dry_run_says_what_would_move_and_moves_nothing(service: RunningService) -> None:
