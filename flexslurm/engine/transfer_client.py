@@ -102,8 +102,8 @@ class Job:
     """Told bytes that are right."""
 
 
-class _Refused(ProtocolError):
-    """The source says no: asking again would not help."""
+class _Refused(Exception):
+    """The source says no: asking again would not help. Never leaves this module."""
 
 
 class Fetcher:
@@ -129,7 +129,7 @@ class Fetcher:
             try:
                 corrupt += self._round(job, found)
             except (_Refused, DeadlineExceeded) as error:
-                found.reason = error.message
+                found.reason = str(error)
                 break
             except (OSError, ProtocolError, InjectedFault) as error:
                 found.reason = str(error) or type(error).__name__
