@@ -9,7 +9,7 @@ import msgspec
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Signature
 from flexslurm.planner.columns import key_worth
-from flexslurm.planner.planner import Choice
+from flexslurm.planner.solver import Choice
 
 PAYS = 0.5
 """More GPUs pay while each brings at least this share of what one brings at best."""

@@ -46,6 +46,8 @@ class Multisets(msgspec.Struct, frozen=True):
     counts: Ints
     complete: bool
     """Whether all are there that the pool could hold, up to the depth asked for."""
+    depth: int
+    """All of up to so many stages are there."""
 
 
 def stage_kinds(problem: Problem, pool: Signature) -> tuple[StageKind, ...]:
@@ -65,16 +67,16 @@ def multisets(problem: Problem, pool: Signature, max_depth: int, most: int) -> M
     level = np.zeros((1, len(kinds)), dtype=np.int64)
     found: list[Ints] = []
     total = 0
-    for _ in range(depth):
+    for listed in range(depth):
         level = _one_more(level, room)
         total += len(level)
         if total > most and found:
-            return Multisets(kinds, np.concatenate(found), False)
+            return Multisets(kinds, np.concatenate(found), False, listed)
         if len(level) == 0:
             break
         found.append(level)
     counts = np.concatenate(found) if found else np.zeros((0, len(kinds)), dtype=np.int64)
-    return Multisets(kinds, counts, True)
+    return Multisets(kinds, counts, True, depth)
 
 
 class _Rooms(msgspec.Struct, frozen=True):

@@ -8,8 +8,9 @@ from flexslurm.gear import Gear, Signature
 from flexslurm.planner.build import Pipeline
 from flexslurm.planner.columns import Column, key_worth
 from flexslurm.planner.integer import Programme
-from flexslurm.planner.planner import Choice, Planner
+from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, Tier
+from flexslurm.planner.solver import Choice
 from flexslurm.planner.splits import best_split
 
 WITHOUT_TARGETS = Tier(slo=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from math import comb
 from typing import Protocol
 
 import numpy as np
@@ -111,6 +112,8 @@ class RestSpace:
     @classmethod
     def build(cls, pool: Nodes, sizes: Sequence[int], most_states: int) -> RestSpace | None:
         alike = _alike(max(pool, default=0), tuple(sizes))
+        if any(_ways(gpus, count, sizes, alike) > most_states for gpus, count in pool.items()):
+            return None
         rests = sorted({rest for rest in alike if rest})
         result = cls(rests, alike)
         start = result._vector(pool)
@@ -165,6 +168,17 @@ class RestSpace:
                 found.update(self._cut(vector, rest, tp) for tp in sizes if tp <= rest)
                 found.add(self._cut(vector, rest, rest))
         return found
+
+
+def _ways(gpus: int, count: int, sizes: Sequence[int], alike: Sequence[int]) -> int:
+    """How many multisets of rests so many nodes may come to."""
+    seen = {alike[gpus]}
+    queue = list(seen)
+    for rest in queue:
+        for left in {0, *(alike[rest - tp] for tp in sizes if tp <= rest)} - seen:
+            seen.add(left)
+            queue.append(left)
+    return comb(count + len(seen) - 1, len(seen) - 1)
 
 
 def _alike(most: int, sizes: tuple[int, ...]) -> list[int]:

@@ -20,9 +20,10 @@ from flexslurm.planner.build import no_gear
 from flexslurm.planner.columns import Column, key_worth
 from flexslurm.planner.hashing import inputs_hash
 from flexslurm.planner.packing import seat
-from flexslurm.planner.planner import TIERS, Choice, Planner
+from flexslurm.planner.planner import TIERS, Planner
 from flexslurm.planner.problem import Ints, Tier
 from flexslurm.planner.shifts import ShiftCosts
+from flexslurm.planner.solver import Choice
 from flexslurm.planner.table import Entry, Header, TablePipeline, encode
 
 MOST_ENTRIES = 1_000_000
@@ -203,10 +204,12 @@ class _Composer:
 
     def choose(self, counts: tuple[int, ...], signature: Signature) -> Choice:
         solver = self.planner.solver(self.tier)
-        if solver.lattice is not None:
-            return solver.choose(signature)
         if not self.plans:
             solver.prepare()
+        ready = solver.chosen_in_table(signature)
+        if ready is not None:
+            self.plans[0] = ready
+            return ready
         at = int(np.array(counts) @ self._strides)
         composed = self._compose(np.array(counts), signature)
         if composed is None or key_worth(composed.key) < composed.bound_tokens_per_s * (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexslurm.gear import Gear, NoGear, Shape, Signature, check_gear
-from flexslurm.planner import planner as planner_module
+from flexslurm.planner import solver as solver_module
 from flexslurm.planner.columns import Column, irreducible, key_worth, keys_of, multisets
 from flexslurm.planner.lattice import Lattice
 from flexslurm.planner.model_spec import ModelSpec
@@ -185,7 +185,7 @@ def test_generated_pipelines_prove_a_bound(seed: int, monkeypatch: pytest.Monkey
     """Without a list of all pipelines the bound still holds, and whatever fits is found."""
     spec, topology, goal, pool = instance(seed, most=12)
     exact = Planner(spec, topology, goal, pool).solver(Tier()).choose(pool)
-    monkeypatch.setattr(planner_module, "most_multisets", lambda *_: 0)
+    monkeypatch.setattr(solver_module, "most_multisets", lambda *_: 0)
     solver = Planner(spec, topology, goal, pool).solver(Tier())
     assert not solver.complete or spec.num_layers == 1
     choice = solver.choose(pool)
