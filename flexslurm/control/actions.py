@@ -62,6 +62,19 @@ class ParkAll:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkAway:
+    """Pause these replicas and copy their KV to files in this time; answered by `ParkedAway`."""
+
+    replicas: tuple[ReplicaKey, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropAway:
+    """Forget a `ParkAway`: the replicas go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeginTransfer:
     """Move full blocks while the old replicas serve; answered by `Transferred`, or never."""
 
@@ -125,6 +138,8 @@ Action = (
     | ForgetEpoch
     | PlanShift
     | ParkAll
+    | ParkAway
+    | DropAway
     | BeginTransfer
     | BeginCutover
     | SwitchOver

@@ -69,4 +69,6 @@ class Aftermath:
     def _is_over(self, agent: AgentRecord, used: Collection[str] | None) -> bool:
         if agent.hello.fragment in self._members.draining:
             return agent.id not in (used or ())
+        if agent.dismissed:
+            return True
         return agent.state is AgentState.LEAVING and used is not None and agent.id not in used

@@ -16,10 +16,12 @@ from flexslurm.control.actions import (
     BeginCutover,
     BeginTransfer,
     Detach,
+    DropAway,
     DropShift,
     ForgetEpoch,
     MeetEpoch,
     ParkAll,
+    ParkAway,
     PlanShift,
     Record,
     RoomFree,
@@ -27,12 +29,15 @@ from flexslurm.control.actions import (
     Send,
     SwitchOver,
 )
-from flexslurm.control.events import Event, Heard, ShiftEvent, Unreachable
+from flexslurm.control.events import Event, Heard, ParkedAway, ShiftEvent, Unreachable
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.state import Control
 from flexslurm.messages import Message
 
 log = logging.getLogger(__name__)
+
+
+MoveAction = PlanShift | ParkAll | ParkAway | DropAway | BeginTransfer | BeginCutover | SwitchOver
 
 
 class Effects(Protocol):
@@ -57,6 +62,10 @@ class Effects(Protocol):
     def plan_shift(self, ask: PlanShift) -> ShiftEvent: ...
 
     def park_all(self, epoch: int) -> ShiftEvent | None: ...
+
+    def park_away(self, replicas: Sequence[ReplicaKey], deadline_s: float) -> ParkedAway | None: ...
+
+    def drop_away(self) -> None: ...
 
     def begin_transfer(self, epoch: int) -> ShiftEvent | None: ...
 
@@ -114,15 +123,18 @@ class Controller:
             case _:
                 self._move(action)
 
-    def _move(
-        self, action: PlanShift | ParkAll | BeginTransfer | BeginCutover | SwitchOver
-    ) -> None:
-        answer: ShiftEvent | None
+    def _move(self, action: MoveAction) -> None:
+        answer: Event | None
         match action:
             case PlanShift():
                 answer = self._effects.plan_shift(action)
             case ParkAll(epoch):
                 answer = self._effects.park_all(epoch)
+            case ParkAway(replicas, deadline_s):
+                answer = self._effects.park_away(replicas, deadline_s)
+            case DropAway():
+                self._effects.drop_away()
+                answer = None
             case BeginTransfer(epoch):
                 answer = self._effects.begin_transfer(epoch)
             case BeginCutover(epoch, deadline_s):

@@ -65,6 +65,11 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedAway:
+    """The answer to `ParkAway`: all KV is in files that can be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Transferred:
     """The answer to `BeginTransfer`: little is left to move."""
 
@@ -141,7 +146,7 @@ class Unreachable:
 
 RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
-Event = RollEvent | ShiftEvent | ReplicaBroken | ShiftWanted | GearPlanned
+Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned
 
 
 @dataclass(frozen=True, slots=True)

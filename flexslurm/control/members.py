@@ -51,6 +51,8 @@ class AgentRecord:
     leave_source: str = ""
     walltime_ends_at: float | None = None
     """When Slurm ends its job in any case."""
+    dismissed: bool = False
+    """It leaves and its KV is parked: nothing is installed on it any more."""
     released: bool = False
     """Told to end."""
     failures: int = 0
@@ -134,7 +136,9 @@ class Members:
             (
                 agent
                 for agent in self.agents.values()
-                if agent.state in states and agent.hello.fragment not in self.cordoned
+                if agent.state in states
+                and not agent.dismissed
+                and agent.hello.fragment not in self.cordoned
             ),
             key=lambda agent: (agent.hello.fragment, agent.hello.node, agent.id),
         )

@@ -33,6 +33,10 @@ class Planner(Protocol):
         """What getting into a gear would cost now."""
         ...
 
+    def parking_s(self, current: InstalledGear) -> float | None:
+        """How long parking the gear's live KV in files takes; None where it cannot be parked."""
+        ...
+
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...
 
 

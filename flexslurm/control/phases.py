@@ -25,7 +25,9 @@ class Phase(StrEnum):
 
 _P = Phase
 LEGAL: Mapping[Phase, frozenset[Phase]] = {
-    _P.PREPARE: frozenset({_P.PARK, _P.CLOSE, _P.INSTALL, _P.TRANSFER, _P.COMMIT, _P.ABORT}),
+    _P.PREPARE: frozenset(
+        {_P.PARK, _P.CLOSE, _P.INSTALL, _P.TRANSFER, _P.CUTOVER, _P.COMMIT, _P.ABORT}
+    ),
     _P.PARK: frozenset({_P.CLOSE, _P.ABORT}),
     _P.CLOSE: frozenset({_P.INSTALL, _P.CUTOVER, _P.COMMIT, _P.ABORT}),
     _P.INSTALL: frozenset({_P.TRANSFER, _P.CUTOVER, _P.COMMIT, _P.ABORT}),
@@ -57,6 +59,8 @@ class ShiftOrder:
     rate_bytes_per_s: float = 0.0
     lines: tuple[str, ...] = ()
     """The plan in words, for the journal and for people."""
+    stored: bool = False
+    """KV waits in files from before: it is pulled in the cut-over, whatever the mode."""
     evicted: tuple[str, ...] = ()
     """Sequences that the new gear has no room for: they wait and are recomputed."""
 

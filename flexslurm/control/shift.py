@@ -294,13 +294,14 @@ class Shift:
 
     def _move(self, now: float, members: Members, actions: list[Action]) -> None:
         assert self.order is not None
-        if self.order.mode is Mode.PARK and self.parked:
-            self._cut_over(now, actions)
-        elif self.order.mode is Mode.BESIDE and self.replaced:
+        parked = self.order.mode is Mode.PARK and self.parked
+        if self.order.mode is Mode.BESIDE and self.replaced:
             self.enter(
                 Phase.TRANSFER, now, self._bound(self.settings.transfer_timeout_s, members, now)
             )
             actions.append(BeginTransfer(self.epoch))
+        elif parked or self.order.stored:
+            self._cut_over(now, actions)
         else:
             self.enter(Phase.COMMIT, now)
 

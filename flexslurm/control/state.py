@@ -30,18 +30,20 @@ from flexslurm.control.events import (
     GearPlanned,
     MoveFailed,
     Parked,
+    ParkedAway,
     ReplicaBroken,
     ServiceState,
-    ShiftEvent,
     ShiftPlanned,
     ShiftReport,
     ShiftWanted,
     Switched,
     Transferred,
 )
+from flexslurm.control.farewell import Farewells
 from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.members import AgentRecord, GpuAt, Members, WorkerRecord
+from flexslurm.control.moved import hear_of_moves
 from flexslurm.control.observing import Planner, observe
 from flexslurm.control.phases import Phase
 from flexslurm.control.policy import Decision, decide
@@ -94,11 +96,14 @@ class Control:
     last_shift_at: float | None = None
     history: deque[ShiftReport] = field(default_factory=lambda: deque(maxlen=100))
     _plan: _Plan = field(default_factory=_Plan)
+    _stranded: bool = False
+    """Whether the last decision found nothing to go to."""
 
     def __post_init__(self) -> None:
         self._roll = Roll(self.settings, self.members)
         close_timeout_s = self.settings.install.close_timeout_s
         self._aftermath = Aftermath(self.members, self.holdings, close_timeout_s)
+        self._farewells = Farewells(self.members, self.holdings)
 
     @property
     def state(self) -> ServiceState:
@@ -120,11 +125,15 @@ class Control:
                 actions = self._on_broken(now, replica, reason)
             case ShiftWanted(gear, reason):
                 actions = self._on_wanted(now, gear, reason)
+            case ParkedAway():
+                actions = []
+                if self._farewells.under_way is not None:
+                    self._farewells.under_way.parked = True
             case GearPlanned():
                 self._plan.soon(now)
                 actions = []
             case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
-                actions = self._on_moved(now, event)
+                actions = hear_of_moves(now, event, self.shift, self.history)
             case _:
                 told = self._roll.take(now, event)
                 actions = told.actions
@@ -142,10 +151,14 @@ class Control:
                 self._plan.attempts = 0
                 self._plan.soon(now + settings.join_settle_s)
             case Leaves(agent):
-                self.pinned = None
+                self.pinned, self._stranded = None, False
                 self._plan.soon(now + settings.loss_settle_s)
                 self._fail_shift_over(now, agent, f"{agent.name} must leave")
-            case Stays() | CordonChanged():
+            case Stays():
+                self.pinned = None
+                self._plan.soon(now)
+                return self._farewells.cancel()
+            case CordonChanged():
                 self.pinned = None
                 self._plan.soon(now)
             case AgentGone():
@@ -188,6 +201,7 @@ class Control:
                 self.shift.fail(now, f"a new replica is broken: {reason}")
             return []
         self.current = self.current.without((key,))
+        self._farewells.lose(key)
         if self.shift is not None:
             self.shift.on_lost(now, self.current, key)
         self._plan.soon(now + self.settings.loss_settle_s)
@@ -210,54 +224,15 @@ class Control:
         wanted = gear.layout() if gear is not None else "the policy's choice"
         return [Say(f"wanted: {wanted} ({reason})")]
 
-    def _on_moved(self, now: float, event: ShiftEvent) -> list[Action]:
-        """What the shell says of the moves; of a shift that is over, only its figures count."""
-        if isinstance(event, Switched):
-            return self._on_switched(event)
-        shift = self.shift
-        if shift is None or shift.epoch != event.epoch:
-            return []
-        match event:
-            case ShiftPlanned(_, order):
-                shift.order = order
-                said: list[Action] = [Say(f"epoch {shift.epoch}: {line}") for line in order.lines]
-                record = {
-                    "event": "planned", "epoch": shift.epoch, "mode": str(order.mode),
-                    "evicted": list(order.evicted), "plan": list(order.lines),
-                }  # fmt: skip
-                return [Record(record), *said]
-            case Parked():
-                shift.parked = True
-            case Transferred():
-                shift.transferred = True
-            case CutOver():
-                shift.cut_over = True
-            case MoveFailed(_, reason):
-                shift.fail(now, reason)
-        return []
-
-    def _on_switched(self, event: Switched) -> list[Action]:
-        figures = event.figures
-        for report in self.history:
-            if report.epoch == event.epoch:
-                report.figures = figures
-        return [
-            Record(
-                {
-                    "event": "switched", "epoch": event.epoch, "moved": figures.moved,
-                    "recomputed": figures.recomputed, "bytes": figures.moved_bytes,
-                    "pause_s": round(figures.pause_s, 4),
-                }
-            )
-        ]  # fmt: skip
-
     # ------------------------------------------------------------------ deciding
 
     def _settle(self, now: float) -> list[Action]:
         """Move the shift on; when none is under way and a question is due, ask the policy."""
         actions = self._aftermath.kill_hung(now)
         actions += self._advance(now)
-        if self.shift is None and self._plan.at is not None and now >= self._plan.at:
+        actions += self._part(now)
+        idle = self.shift is None and self._farewells.under_way is None
+        if idle and self._plan.at is not None and now >= self._plan.at:
             self._plan.at = None
             actions += self._decide(now)
             actions += self._advance(now)
@@ -265,6 +240,22 @@ class Control:
         if self.shift is None:
             used = self.current.agents if self.current is not None else None
             actions += self._aftermath.release(now, used)
+        return actions
+
+    def _part(self, now: float) -> list[Action]:
+        """Where nothing else can hold the model, park its KV before the GPUs are taken."""
+        current, farewells = self.current, self._farewells
+        if current is None or self.shift is not None:
+            return []
+        if self._stranded and farewells.under_way is None:
+            if not farewells.is_due(now, current, self.planner.parking_s):
+                return []
+            return farewells.begin(now, current)
+        self.current, actions = farewells.finish(now, current)
+        if actions:
+            self._plan.soon(now + self.settings.loss_settle_s)
+            left = self.current.keys if self.current is not None else frozenset()
+            actions += self._forget(current.keys - left)
         return actions
 
     def _decide(self, now: float) -> list[Action]:
@@ -277,6 +268,7 @@ class Control:
                 now, self.members, self.current, self.planner, self.preview, self.last_shift_at
             )
             decision = decide(seen, self.settings.policy)
+        self._stranded = decision.gear is None
         self.reason = decision.reason
         if decision.look_again_s is not None:
             self._plan.soon(now + decision.look_again_s)

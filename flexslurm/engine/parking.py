@@ -196,6 +196,11 @@ def files_of(directory: Path, worker: str, epoch: int) -> list[Path]:
     return sorted(directory.glob(name))
 
 
+def drop_file(directory: Path, worker: str, epoch: int, ticket: int) -> None:
+    """Delete what one `ParkKv` wrote, if it is there. Raises OSError."""
+    (directory / _file_name(worker, epoch, ticket)).unlink(missing_ok=True)
+
+
 class ParkedRun:
     """A part of some blocks, as `byte_runs.Source`; the latest set that has a block gives it."""
 

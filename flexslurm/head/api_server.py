@@ -39,9 +39,7 @@ class MetricsObserver:
         self._metrics.gap(gap_s)
 
     def ended(self, summary: SequenceSummary) -> None:
-        self._metrics.finished(
-            summary.reason, summary.e2e_s, summary.output_tokens, summary.ttft_s
-        )
+        self._metrics.finished(summary.reason, summary.e2e_s, summary.output_tokens, summary.ttft_s)
 
 
 class ApiServer:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexslurm.control.actions import PlanShift, SwitchOver
-from flexslurm.control.events import Event, ReplicaBroken, ShiftEvent, Unreachable
+from flexslurm.control.events import Event, ParkedAway, ReplicaBroken, ShiftEvent, Unreachable
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.errors import ProtocolError
+from flexslurm.head.away import Away
 from flexslurm.head.ledger import Ledger
 from flexslurm.head.moves import MovePlanner, Moves
+from flexslurm.head.moving import Tickets
 from flexslurm.head.replicas import Replicas
+from flexslurm.head.storage import Storage
 from flexslurm.messages import (
     KvParked,
     KvPulled,
@@ -41,6 +44,7 @@ class HeadEffects:
         planner: MovePlanner,
         *,
         tell: Callable[[Event], None],
+        storage: Storage | None = None,
         switched: Callable[[SwitchOver], None] = lambda switch: None,
         probe_tokens: int = 16,
         now: Callable[[], float] = time.monotonic,
@@ -55,6 +59,17 @@ class HeadEffects:
         self.replicas = Replicas(
             ledger, send=self.send, send_many=self._send_many, broken=self._broken, now=now
         )
+        tickets = Tickets()
+        self.away = Away(
+            self.replicas,
+            ledger,
+            storage,
+            shards=lambda: planner.shards,
+            rate_bytes_per_s=planner.file_rate,
+            tickets=tickets,
+            send=self._send_or_tell,
+            now=now,
+        )
         self.moves = Moves(
             self.replicas,
             ledger,
@@ -63,6 +78,8 @@ class HeadEffects:
             tell=tell,
             broken=self._broken,
             now=now,
+            tickets=tickets,
+            away=self.away,
             probe_tokens=probe_tokens,
         )
 
@@ -77,6 +94,13 @@ class HeadEffects:
         """Look at what has a deadline; call it a few times a second."""
         self.replicas.tick(self._now())
         self.moves.advance()
+        self._advance_away()
+        self.away.tidy()
+
+    def _advance_away(self) -> None:
+        answer = self.away.advance()
+        if answer is not None:
+            self._tell(answer)
 
     def bind(self, socket: HeadSocket) -> None:
         self._socket = socket
@@ -95,6 +119,7 @@ class HeadEffects:
 
     def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
         self.moves.before_detach(replicas)
+        self.away.before_detach(replicas)
         self.replicas.detach(replicas, reason)
 
     def meet_epoch(self, epoch: int) -> None:
@@ -110,6 +135,12 @@ class HeadEffects:
 
     def park_all(self, epoch: int) -> ShiftEvent | None:
         return self.moves.park(epoch)
+
+    def park_away(self, replicas: Sequence[ReplicaKey], deadline_s: float) -> ParkedAway | None:
+        return self.away.park(replicas, deadline_s)
+
+    def drop_away(self) -> None:
+        self.away.drop()
 
     def begin_transfer(self, epoch: int) -> ShiftEvent | None:
         return self.moves.transfer(epoch)
@@ -143,8 +174,14 @@ class HeadEffects:
                 self.replicas.on_step_done(message)
                 if self.moves.awaits_steps:
                     self.moves.advance()
-            case KvPulled() | KvParked():
+                if self.away.awaits_steps:
+                    self._advance_away()
+            case KvPulled():
                 self.moves.take(message)
+            case KvParked():
+                self.away.take(message)
+                self.moves.take(message)
+                self._advance_away()
             case StepFailed():
                 self.replicas.on_step_failed(message)
             case RendezvousSet() | RendezvousGet() | RendezvousAdd():

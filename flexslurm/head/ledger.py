@@ -245,6 +245,11 @@ class Ledger:
         """Whether a sequence is live."""
         return seq_id in self._live
 
+    def waits(self, seq_id: str) -> bool:
+        """Whether a sequence is live and no driver has it."""
+        live = self._live.get(seq_id)
+        return live is not None and live.placed is None
+
     def cordon(self, reason: str) -> None:
         """Accept nothing more: requests are refused with this reason; running ones go on."""
         self._refusing = reason

@@ -52,13 +52,16 @@ def plan_moves(
     running: Mapping[ReplicaKey, list[RunningKv]],
     rates: LinkRates,
     step_s: float,
+    stored: int = 0,
 ) -> MovePlan:
     """Work out how to get from the old gear to the new one.
 
-    `running`: what the open drivers have. Without data servers on every worker that takes part,
-    or without anything that serves, sequences are recomputed.
+    `running`: what the open drivers have; `stored`: how many sequences wait with their KV in
+    files. Without data servers on every worker that takes part, or without anything that serves,
+    the sequences that are live are recomputed.
     """
-    bare = MovePlan(ask, ShiftOrder(Mode.RECOMPUTE))
+    lines = (f"{stored} sequences wait with their KV in files",) if stored else ()
+    bare = MovePlan(ask, ShiftOrder(Mode.RECOMPUTE, stored=bool(stored), lines=lines))
     going = bare.going
     if ask.old is None:
         return bare
@@ -67,8 +70,8 @@ def plan_moves(
     ]
     if not all(seat.data_port for seat in seats):
         mode = Mode.RECOMPUTE if going else Mode.BESIDE
-        lines = ("KV cannot be moved: a worker has no data server",) if going else ()
-        return MovePlan(ask, ShiftOrder(mode, lines=lines))
+        why = ("KV cannot be moved: a worker has no data server",) if going else ()
+        return MovePlan(ask, ShiftOrder(mode, lines=(*why, *lines), stored=bool(stored)))
     plan = plan_shift(shards, _facts(shards, ask, running, rates, step_s))
     mode = Mode.BESIDE
     if going and plan.memory.verdict is Verdict.STOP:
@@ -77,7 +80,8 @@ def plan_moves(
         mode=mode,
         holders=plan.holders,
         rate_bytes_per_s=rates.rate(Link.NETWORK) if mode is Mode.BESIDE else 0.0,
-        lines=plan.lines(),
+        lines=(*plan.lines(), *lines),
+        stored=bool(stored),
         evicted=plan.routes.evicted,
     )
     if mode is not Mode.BESIDE or not going:

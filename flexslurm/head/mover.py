@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import msgspec
+
 from flexslurm.engine.kv_cache import blocks_for
 from flexslurm.engine.kv_moves import kv_pulls, route_costs
 from flexslurm.engine.load import RunningKv
@@ -298,7 +300,10 @@ class Mover:
             timeout_s=self._timeout_s,
         )
         first = self._tickets.take(len(pulls))
-        self.outbox += [(pull.to, pull.message) for pull in pulls]
+        directory = self.old[i].directory
+        for pull in pulls:
+            message = msgspec.structs.replace(pull.message, directory=directory)
+            self.outbox.append((pull.to, message))
         for move, _, _ in pieces:
             move.in_flight = True
         tickets = set(range(first, first + len(pulls)))

@@ -22,6 +22,7 @@ from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.gear import Gear
+from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
 from flexslurm.head.move_plan import MovePlan, plan_moves, replica_at
 from flexslurm.head.mover import Mover
@@ -54,6 +55,12 @@ class MovePlanner:
         """What every place of a gear has, as the engine cuts it."""
         return self._shards()
 
+    def file_rate(self, gpu_types: Iterable[str]) -> float:
+        """Bytes per second that one worker may write to files."""
+        rates = self._rates(gpu_types)
+        whole = rates.checkpoint * rates.share
+        return whole if rates.limit is None else min(whole, rates.limit)
+
     def rates(self, ask: PlanShift) -> LinkRates:
         """Of the links between all GPUs that take part."""
         gears = [gear for gear in (ask.old, ask.new) if gear is not None]
@@ -78,6 +85,8 @@ class Moves:
         tell: Callable[[ShiftEvent], None],
         broken: Callable[[ReplicaKey, str], None],
         now: Callable[[], float],
+        tickets: Tickets,
+        away: Away,
         probe_tokens: int = 16,
         settings: MoverSettings | None = None,
     ) -> None:
@@ -85,7 +94,7 @@ class Moves:
         self._send, self._tell, self._broken, self._now = send, tell, broken, now
         self._probe_tokens = probe_tokens
         self._settings = settings or MoverSettings()
-        self._tickets = Tickets()
+        self._tickets, self._away = tickets, away
         self._under: UnderWay | None = None
         self._left: list[Mover] = []
         """Movers that were given up while replicas that serve on were being filled."""
@@ -96,11 +105,11 @@ class Moves:
 
     def plan(self, ask: PlanShift) -> ShiftEvent:
         """Plan the moves; with both gears side by side, bound what the old one may use."""
-        plan = self._planned(ask)
+        plan = self._planned(ask, self._away.ends())
         keys = tuple(one.key for one in plan.going)
         drivers = self._replicas.open
         old = tuple(OldEnd(replica_at(one), drivers[one.key]) for one in plan.going)
-        self._under = UnderWay(plan, old, keys)
+        self._under = UnderWay(plan, old, keys, stored=self._away.ends())
         for key in keys:
             drivers[key].limit_blocks((plan.limits or {}).get(key))
         return ShiftPlanned(ask.epoch, plan.order)
@@ -124,11 +133,12 @@ class Moves:
         """Tokens per second of what serves, as estimated."""
         return 0.0 if ask.old is None else ask.old.gear.estimates.tokens_per_s
 
-    def _planned(self, ask: PlanShift) -> MovePlan:
+    def _planned(self, ask: PlanShift, stored: tuple[OldEnd, ...] = ()) -> MovePlan:
         running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
         times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
         rates, step_s = self._planner.rates(ask), max(times, default=0.0)
-        return plan_moves(self._planner.shards, ask, running, rates, step_s)
+        count = sum(len(end.view()) for end in stored)
+        return plan_moves(self._planner.shards, ask, running, rates, step_s, count)
 
     def park(self, epoch: int) -> ShiftEvent | None:
         under = self._mine(epoch)
@@ -179,6 +189,7 @@ class Moves:
         self._unpark(under)
         if under.mover is not None and not under.mover.release(adopted):
             self._left.append(under.mover)
+        self._away.tidy(adopted)
         figures = under.figures(self._now(), adopted, counts, self._ledger.has)
         return Switched(switch.epoch, figures)
 
@@ -266,7 +277,7 @@ class Moves:
         )
         return Mover(
             shards,
-            under.old,
+            (*under.old, *under.stored),
             new,
             settings,
             alive=self._ledger.has,

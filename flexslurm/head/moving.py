@@ -66,6 +66,8 @@ class OldEnd:
     frozen: dict[str, RunningKv] | None = None
     pullable: bool = True
     """Whether its pages can still be had: not if it lost a member."""
+    directory: str | None = None
+    """Where its workers parked its pages in files; None: they have them."""
 
     def view(self) -> dict[str, RunningKv]:
         if self.frozen is not None:

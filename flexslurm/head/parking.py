@@ -25,13 +25,21 @@ class Parking:
         deadline_s: float,
         directory: str | None = None,
         rate_bytes_per_s: float = 0.0,
+        most_asks: int = 1,
     ) -> None:
+        """`most_asks` of each worker: into how many parts the sequences are divided at most.
+
+        With a directory each part is a file, which can be dropped when its sequences have ended.
+        """
         self.old, self._block_tokens, self._tickets = old, block_tokens, tickets
         self._deadline_s, self._directory, self._rate = deadline_s, directory, rate_bytes_per_s
+        self._most_asks = most_asks
         self.outbox: list[tuple[str, ParkKv]] = []
         self.parked_bytes = 0
         self._asked: dict[int, int] | None = None
         self._failed: dict[int, set[int]] = {number: set() for number in range(len(old))}
+        self.parts: dict[str, list[tuple[str, int, int]]] = {}
+        """By sequence: the worker, epoch and ticket of each part of it."""
 
     @property
     def done(self) -> bool:
@@ -43,20 +51,33 @@ class Parking:
             return
         self._asked = {}
         for number, end in enumerate(self.old):
-            # The oldest first: where not everything can be parked, they are served again first.
-            blocks = [block for kv in end.view().values() for block in kv.blocks]
-            for worker in end.at.workers if blocks and end.pullable else ():
-                ticket = self._tickets.take(1)
-                self._asked[ticket] = number
-                ask = ParkKv(
-                    epoch=end.at.epoch,
-                    ticket=ticket,
-                    blocks=tuple(blocks),
-                    directory=self._directory,
-                    rate_bytes_per_s=self._rate,
-                    deadline_s=self._deadline_s,
-                )
-                self.outbox.append((worker, ask))
+            if end.pullable:
+                for part in self._divide(list(end.view().values())):
+                    self._ask(number, end, part)
+
+    def _divide(self, sequences: list[RunningKv]) -> list[list[RunningKv]]:
+        """The most valuable first: recomputing the longest costs most for each byte."""
+        ordered = sorted(sequences, key=lambda kv: (-kv.computed, kv.arrival))
+        size = -(-len(ordered) // self._most_asks)
+        return [ordered[n : n + size] for n in range(0, len(ordered), max(size, 1))]
+
+    def _ask(self, number: int, end: OldEnd, part: list[RunningKv]) -> None:
+        assert self._asked is not None
+        blocks = tuple(block for kv in part for block in kv.blocks)
+        for worker in end.at.workers if blocks else ():
+            ticket = self._tickets.take(1)
+            self._asked[ticket] = number
+            for kv in part:
+                self.parts.setdefault(kv.seq_id, []).append((worker, end.at.epoch, ticket))
+            ask = ParkKv(
+                epoch=end.at.epoch,
+                ticket=ticket,
+                blocks=blocks,
+                directory=self._directory,
+                rate_bytes_per_s=self._rate,
+                deadline_s=self._deadline_s,
+            )
+            self.outbox.append((worker, ask))
 
     def take(self, answer: KvParked) -> bool:
         """Take an answer; whether it was to us."""
@@ -73,12 +94,20 @@ class Parking:
             self._asked = {t: n for t, n in self._asked.items() if n != number}
 
     def kept(self, number: int) -> dict[str, RunningKv]:
-        """What is parked of an old replica's sequences, as long as their driver is open."""
+        """What is parked of an old replica's sequences, as long as their driver is open.
+
+        A sequence counts when every worker has answered for it.
+        """
         end = self.old[number]
         if not end.pullable or self._asked is None:
             return {}
-        late = number in self._asked.values()
-        found = {} if late else {kv.seq_id: self._cut(number, kv) for kv in end.view().values()}
+        answered = {
+            seq_id: kv
+            for seq_id, kv in end.view().items()
+            if seq_id in self.parts
+            and not any(ticket in self._asked for _, _, ticket in self.parts[seq_id])
+        }
+        found = {seq_id: self._cut(number, kv) for seq_id, kv in answered.items()}
         return {seq_id: kv for seq_id, kv in found.items() if kv.blocks}
 
     def _cut(self, number: int, kv: RunningKv) -> RunningKv:

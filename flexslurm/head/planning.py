@@ -60,6 +60,7 @@ class ServicePlanner:
         self._service = service
         self.book = GearBook(ask)
         self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
+        self.parked_by: Callable[[InstalledGear], float | None] | None = None
 
     # ------------------------------------------------------------------------------ planning
 
@@ -147,6 +148,10 @@ class ServicePlanner:
     def price(self, ask: PlanShift) -> ShiftPrice:
         """What a shift would cost; nothing until `priced_by` is set."""
         return self.priced_by(ask) if self.priced_by is not None else ShiftPrice()
+
+    def parking_s(self, current: InstalledGear) -> float | None:
+        """How long parking live KV in files takes; None until `parked_by` is set."""
+        return self.parked_by(current) if self.parked_by is not None else None
 
     def find(self, name: str, present: Signature) -> Gear:
         """The gear that an operator means: an allocation's name, or a layout written out.

@@ -95,11 +95,15 @@ class Head:
         )
         self.plans = PlanWorker(directory.path, self._on_planned)
         self.planner = ServicePlanner(self.service, self.site, self.plans.ask)
+        place = self.service.executor.checkpoint_dir
+        storage = Storage(Path(place), self.service.name) if place is not None else None
+        self.keeper = Keeper(storage, self.incarnation, self.service.model.path)
         self.effects = HeadEffects(
             self.ledger,
             self.journal,
             MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
             tell=self._tell_soon,
+            storage=storage,
             switched=self._on_switched,
             probe_tokens=self.service.executor.health_probe_tokens,
         )
@@ -108,6 +112,7 @@ class Head:
         )
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
+        self.planner.parked_by = self.effects.away.needed_s
         self.operator = Operator(
             self.control,
             self.planner,
@@ -117,12 +122,6 @@ class Head:
             now=time.monotonic,
         )
         self.judge = Judge()
-        place = self.service.executor.checkpoint_dir
-        self.keeper = Keeper(
-            Storage(Path(place), self.service.name) if place is not None else None,
-            self.incarnation,
-            self.service.model.path,
-        )
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()

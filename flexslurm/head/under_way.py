@@ -29,6 +29,8 @@ class UnderWay:
     old: tuple[OldEnd, ...]
     keys: tuple[ReplicaKey, ...]
     """Of `old`."""
+    stored: tuple[OldEnd, ...] = ()
+    """What waits in files; the mover has them after `old`."""
     mover: Mover | None = None
     parking: Parking | None = None
     began_at: float | None = None
@@ -59,7 +61,8 @@ class UnderWay:
         if self.paused_at is None:
             self.paused_at = now
             self._steps.update(steps)
-        self.running |= {seq_id for end in self.old for seq_id in end.view()}
+        ends = (*self.old, *self.stored)
+        self.running |= {seq_id for end in ends for seq_id in end.view()}
 
     def close_end(self, now: float, number: int) -> None:
         """An old driver is about to be closed."""

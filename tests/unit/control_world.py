@@ -9,8 +9,10 @@ from flexslurm.control.actions import (
     BeginCutover,
     BeginTransfer,
     Detach,
+    DropAway,
     DropShift,
     ParkAll,
+    ParkAway,
     PlanShift,
     RoomFree,
     Send,
@@ -124,6 +126,12 @@ class OneStagePerNode:
     def price(self, ask: PlanShift) -> ShiftPrice:
         return ShiftPrice()
 
+    needs_s: float | None = None
+    """How long parking in files takes."""
+
+    def parking_s(self, current: InstalledGear) -> float | None:
+        return self.needs_s
+
 
 class OneReplicaPerNode(OneStagePerNode):
     """Each node is a replica of its own."""
@@ -161,6 +169,8 @@ class World:
         self.drivers: set[ReplicaKey] = set()
         """What the shell has open."""
         self.paused: set[ReplicaKey] = set()
+        self.away: set[ReplicaKey] = set()
+        """What is being parked in files."""
         self.planned: PlanShift | None = None
         """The shift under way, as the shell was told."""
         self.hung: set[str] = set()
@@ -205,6 +215,12 @@ class World:
             case ParkAll(epoch):
                 self.paused |= self._going()
                 answer = Parked(epoch)
+            case ParkAway(replicas):
+                self.paused |= set(replicas)
+                self.away = set(replicas)
+            case DropAway():
+                self.paused -= self.away
+                self.away = set()
             case BeginTransfer(epoch):
                 assert not self.paused
                 answer = Transferred(epoch)
@@ -215,6 +231,7 @@ class World:
                 assert set(replicas) <= self.drivers
                 self.drivers -= set(replicas)
                 self.paused -= set(replicas)
+                self.away -= set(replicas)
             case DropShift():
                 self.planned, self.paused = None, set()
             case SwitchOver(epoch, _, opened, closed):
@@ -234,7 +251,7 @@ class World:
         keys = set(current.keys) if current is not None else set()
         assert self.drivers == keys, f"drivers of {self.drivers}, {keys} are in place"
         if self.control.shift is None:
-            assert not self.paused, f"{self.paused} stand still, and nothing is under way"
+            assert self.paused <= self.away, f"{self.paused} stand still, and nothing is under way"
 
     def mend(self) -> None:
         """Nothing is mute, slow or hung any more, and what was owed is answered."""
