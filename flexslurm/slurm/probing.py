@@ -118,9 +118,12 @@ def choose_mpi(library: str, listed: str) -> str:
 def library_name() -> str:
     """The MPI library that mpi4py finds here; raises EnvironmentFault without one.
 
-    Asked in a process of its own: loading MPI may end a process.
+    Asked in a process of its own, since loading MPI may end a process, and without starting MPI.
     """
-    code = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+        "print(MPI.get_vendor()[0])"
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMIX_"))}
     try:
         done = subprocess.run(
