@@ -251,10 +251,7 @@ def measure(trial: Trial, ranks: Ranks, say: Say) -> Outcome:
 
 
 def _times(ranks: Ranks, probe: Probe, trial: Trial) -> tuple[float, float]:
-    """Seconds of a step on its stage and on the first, done in turn; one round is not counted.
-
-    On a machine that plays a GPU, what else it runs is not the GPU's time: the quickest counts.
-    """
+    """Median seconds of a step on its stage and on the first, done in turn, after one round."""
     plain = msgspec.structs.replace(probe.load, sampled=False)
     steps = ((probe.role, probe.load), (FIRST, plain))
     times: tuple[list[float], list[float]] = ([], [])
@@ -266,8 +263,7 @@ def _times(ranks: Ranks, probe: Probe, trial: Trial) -> tuple[float, float]:
                 mine.append(seconds)
         if number >= _FEWEST and time.monotonic() - began > _ENOUGH_S:
             break
-    chosen = min if trial.device == "cpu" else statistics.median
-    return chosen(times[0]), chosen(times[1])
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 @contextlib.contextmanager
