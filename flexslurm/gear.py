@@ -175,13 +175,19 @@ class Slot(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"r{self.replica}s{self.stage}t{self.tp_rank}"
 
 
+def replica_slots(replica: Replica, number: int) -> tuple[Slot, ...]:
+    """The places of one replica, which has this number in its gear, in order."""
+    return tuple(
+        Slot(number, s, t) for s, stage in enumerate(replica.stages) for t in range(stage.tp)
+    )
+
+
 def slots(gear: Gear) -> tuple[Slot, ...]:
     """All places of a gear, in order."""
     return tuple(
-        Slot(r, s, t)
-        for r, replica in enumerate(gear.replicas)
-        for s, stage in enumerate(replica.stages)
-        for t in range(stage.tp)
+        slot
+        for number, replica in enumerate(gear.replicas)
+        for slot in replica_slots(replica, number)
     )
 
 

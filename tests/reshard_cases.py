@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.engine.routing import LiveKv
-from flexslurm.gear import Estimates, Gear, Replica, Shape, Signature, Slot, Stage
-from flexslurm.planner.placement import Current, GpuRef, PhysicalNode, replica_slots
+from flexslurm.gear import Estimates, Gear, Replica, Shape, Signature, Slot, Stage, replica_slots
+from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 
 LAYERS = 6
 BLOCK_TOKENS = 4

@@ -39,6 +39,7 @@ from flexslurm.messages import (
     WorkerDied,
     WorkerStarted,
 )
+from flexslurm.slurm.states import EXIT_GIVE_BACK
 from flexslurm.wire.address import node_address
 from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 from flexslurm.wire.transport import HeadLink
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 _LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HELLO_EVERY_S = 0.5
-EXIT_GIVE_BACK = 75
-"""Asks the pilot's script to have the job requeued; `slurm.script` has the other end of it."""
 
 
 @dataclass(frozen=True, slots=True)

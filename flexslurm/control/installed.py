@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexslurm.control.members import GpuAt, Members
-from flexslurm.gear import Gear, Replica, Slot
+from flexslurm.gear import Gear, Replica, Slot, replica_slots
 from flexslurm.messages import Peer
 
 
@@ -56,7 +56,7 @@ class InstalledReplica:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """In the numbers it was installed under."""
-        return slots_of(self.replica, self.key.index)
+        return replica_slots(self.replica, self.key.index)
 
     def peers(self) -> tuple[Peer, ...]:
         """Who fills its slots."""
@@ -64,12 +64,6 @@ class InstalledReplica:
             Peer(slot, seat.worker, seat.address)
             for slot, seat in zip(self.slots, self.seats, strict=True)
         )
-
-
-def slots_of(replica: Replica, number: int) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(number, s, t) for s, stage in enumerate(replica.stages) for t in range(stage.tp)
-    )
 
 
 def seat_of(members: Members, at: GpuAt) -> Seat:
@@ -97,7 +91,7 @@ class InstalledGear:
 
     def _seats(self) -> Iterable[tuple[Slot, Seat]]:
         for number, replica in sorted(self.replicas.items()):
-            yield from zip(slots_of(replica.replica, number), replica.seats, strict=True)
+            yield from zip(replica_slots(replica.replica, number), replica.seats, strict=True)
 
     @property
     def keys(self) -> frozenset[ReplicaKey]:

@@ -10,10 +10,9 @@ from flexslurm.control.installed import (
     InstalledReplica,
     ReplicaKey,
     Seat,
-    slots_of,
 )
 from flexslurm.control.members import GpuAt, Members
-from flexslurm.gear import Gear, Slot
+from flexslurm.gear import Gear, Slot, replica_slots
 from flexslurm.planner.placement import match_replicas
 
 
@@ -40,7 +39,7 @@ def preview_shift(
     replicas = kept_replicas(old, gear, placement)
     for number, one in enumerate(gear.replicas):
         if number not in replicas:
-            seats = tuple(_seat(members, placement[slot]) for slot in slots_of(one, number))
+            seats = tuple(_seat(members, placement[slot]) for slot in replica_slots(one, number))
             replicas[number] = InstalledReplica(ReplicaKey(epoch, number), one, seats)
     new = InstalledGear(gear, dict(sorted(replicas.items())))
     return plan_request(now, epoch, members, old, new, memory_fraction)

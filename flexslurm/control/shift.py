@@ -44,12 +44,11 @@ from flexslurm.control.installed import (
     InstalledReplica,
     ReplicaKey,
     seat_of,
-    slots_of,
 )
 from flexslurm.control.members import GpuAt, Members, WorkerState
 from flexslurm.control.phases import LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import plan_request
-from flexslurm.gear import Gear, Slot
+from flexslurm.gear import Gear, Slot, replica_slots
 from flexslurm.messages import Install, Pacing, StartWorkers
 
 
@@ -224,7 +223,8 @@ class Shift:
         for number, replica in enumerate(self.gear.replicas):
             if number not in self.kept:
                 seats = tuple(
-                    seat_of(members, self.placement[slot]) for slot in slots_of(replica, number)
+                    seat_of(members, self.placement[slot])
+                    for slot in replica_slots(replica, number)
                 )
                 made[number] = InstalledReplica(ReplicaKey(self.epoch, number), replica, seats)
         return made

@@ -21,12 +21,12 @@ from contextlib import contextmanager
 
 import torch
 
-from flexslurm.engine.footprint import ALIGNMENT_BYTES, aligned
 from flexslurm.engine.page_pool import PagePool, PageShape
 from flexslurm.engine.room import Placed, Slide, best_run, gaps, slides
 from flexslurm.engine.step_gate import StepGate
 from flexslurm.engine.weight_store import WeightStore
 from flexslurm.errors import CapacityError
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _GATE_S = 10.0

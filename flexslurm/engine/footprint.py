@@ -10,14 +10,7 @@ from math import prod
 
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo
 from flexslurm.engine.layout import edge_tensors, layer_tensors, share
-
-ALIGNMENT_BYTES = 256
-"""Every allocation of an arena starts and ends on this: what CUDA's allocator gives too."""
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the arena's alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 
 def stage_bytes(info: ModelInfo, lo: int, hi: int, tp: int, tp_rank: int, dtype: str) -> int:

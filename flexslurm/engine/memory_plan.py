@@ -15,11 +15,11 @@ from enum import StrEnum
 
 import msgspec
 
-from flexslurm.engine.footprint import ALIGNMENT_BYTES, aligned
 from flexslurm.engine.kv_moves import meetings
 from flexslurm.engine.ownership import Holding, Piece, ReplicaAt, ShardMap
 from flexslurm.engine.reshard import Link
 from flexslurm.engine.routing import LiveKv
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 
 class Verdict(StrEnum):

@@ -16,10 +16,11 @@ import msgspec
 
 from flexslurm.engine.checkpoint import stored_names
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo
-from flexslurm.engine.footprint import aligned, page_bytes
+from flexslurm.engine.footprint import page_bytes
 from flexslurm.engine.layout import Cut, TensorLayout, edge_tensors, layer_tensors, share
 from flexslurm.gear import Replica, Slot
 from flexslurm.messages import DataSource, WeightHolder
+from flexslurm.planner.model_spec import aligned
 
 
 class Holding(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -15,7 +15,7 @@ from flexslurm.engine.kv_moves import route_costs
 from flexslurm.engine.ownership import Holding, ReplicaAt, Seat, ShardMap
 from flexslurm.engine.reshard import kept_weight_bytes
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
-from flexslurm.gear import Gear, Slot, slots
+from flexslurm.gear import Gear, Slot, replica_slots, slots
 from flexslurm.planner.placement import (
     Current,
     GpuRef,
@@ -23,7 +23,6 @@ from flexslurm.planner.placement import (
     PhysicalNode,
     Placement,
     place,
-    replica_slots,
     whole_replicas,
 )
 

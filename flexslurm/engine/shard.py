@@ -13,9 +13,9 @@ from torch import nn
 
 from flexslurm.engine.checkpoint import stored_names
 from flexslurm.engine.families import ModelInfo
-from flexslurm.engine.footprint import aligned
 from flexslurm.engine.layout import TensorLayout
 from flexslurm.engine.ownership import Piece
+from flexslurm.planner.model_spec import aligned
 
 
 @dataclass(frozen=True, slots=True)

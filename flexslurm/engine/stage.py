@@ -22,7 +22,7 @@ from flexslurm.engine.attention import AttentionStep
 from flexslurm.engine.backend import BUILD_LOCK, deepspeed, torch_dtype
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo, check_model, tp_degrees
-from flexslurm.engine.footprint import aligned, page_bytes
+from flexslurm.engine.footprint import page_bytes
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.layout import GRAIN
 from flexslurm.engine.shard import Part, ShardSpec, read_spec, tie_head
@@ -30,6 +30,7 @@ from flexslurm.engine.stage_model import StageModel, fresh_rotary, load_config, 
 from flexslurm.engine.weight_store import WeightStore, WeightView
 from flexslurm.engine.weights import FileSource, Need, Progress, WeightFiller
 from flexslurm.errors import CapacityError, ModelError
+from flexslurm.planner.model_spec import aligned
 
 
 @dataclass(frozen=True, slots=True)

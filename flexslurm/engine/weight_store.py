@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexslurm.engine.footprint import ALIGNMENT_BYTES
 from flexslurm.engine.ownership import Piece
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from flexslurm.engine.arena import Arena, Extent

@@ -8,13 +8,13 @@ say; this never knows what a layer is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from flexslurm.errors import CapacityError
-from flexslurm.gear import Gear, Replica, Shape, Slot, slots
+from flexslurm.gear import Gear, Replica, Shape, Slot, replica_slots, slots
 from flexslurm.planner.leaves import gather
 
 if TYPE_CHECKING:
@@ -135,11 +135,6 @@ def match_replicas(
 
 def _places(gear: Gear, number: int, at: Mapping[Slot, At]) -> tuple[At | None, ...]:
     return tuple(at.get(slot) for slot in replica_slots(gear.replicas[number], number))
-
-
-def replica_slots(replica: Replica, number: int) -> Iterable[Slot]:
-    """The slots of one replica, in order."""
-    return (Slot(number, s, t) for s, stage in enumerate(replica.stages) for t in range(stage.tp))
 
 
 def same_replica(one: Replica, other: Replica) -> bool:

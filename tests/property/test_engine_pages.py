@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.arena import Arena
-from flexslurm.engine.footprint import aligned
 from flexslurm.engine.kv_store import NOWHERE, KvShape, KvStore
 from flexslurm.engine.page_runs import PageSink, PageSource
 from flexslurm.errors import CapacityError, ProtocolError
+from flexslurm.planner.model_spec import aligned
 
 LAYERS, HEADS, BLOCKS, TOKENS, SIZE = 2, 3, 3, 2, 8
 PAGE = 2 * TOKENS * SIZE * 8

@@ -7,7 +7,6 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.engine.footprint import aligned
 from flexslurm.engine.kv_moves import kv_pulls
 from flexslurm.engine.memory_plan import memory_plan
 from flexslurm.engine.ownership import Holding, ReplicaAt, ShardMap
@@ -15,6 +14,7 @@ from flexslurm.engine.placing import place_gear
 from flexslurm.engine.reshard import CHECKPOINT, Link
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import ShiftFacts, ShiftPlan, plan_shift
+from flexslurm.planner.model_spec import aligned
 from flexslurm.planner.placement import Current, place
 from tests.reshard_cases import (
     BLOCK_TOKENS,

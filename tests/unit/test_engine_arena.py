@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.arena import Arena, Extent
-from flexslurm.engine.footprint import ALIGNMENT_BYTES, aligned
 from flexslurm.engine.page_pool import Cells, PageShape
 from flexslurm.errors import CapacityError
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 A = ALIGNMENT_BYTES
 PAGE = PageShape(block_tokens=4, head_dim=4, item_bytes=8)

@@ -17,11 +17,12 @@ from flexslurm.engine.backend import warm_up
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.checkpoint import check_files
 from flexslurm.engine.families import check_model
-from flexslurm.engine.footprint import aligned, block_bytes, kv_bytes, stage_bytes
+from flexslurm.engine.footprint import block_bytes, kv_bytes, stage_bytes
 from flexslurm.engine.stage import StagePlan, build_stage
 from flexslurm.engine.tiny import TINY_FAMILIES
 from flexslurm.errors import CapacityError, ModelError, ProtocolError
 from flexslurm.messages import Chunk
+from flexslurm.planner.model_spec import aligned
 
 TinyModels = Callable[..., Path]
 LENGTHS = (1, 5, 19, 12)

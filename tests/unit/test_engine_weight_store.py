@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.arena import Arena
-from flexslurm.engine.footprint import ALIGNMENT_BYTES, aligned
 from flexslurm.engine.ownership import Piece
 from flexslurm.engine.weight_store import WeightStore, WeightView
 from flexslurm.errors import CapacityError
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 A, UNIT, SIZE = ALIGNMENT_BYTES, 40, 100
 
