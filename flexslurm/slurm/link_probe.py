@@ -143,7 +143,9 @@ def main(argv: Sequence[str]) -> int:
     if comm.size != options.ranks:
         if int(os.environ.get("SLURM_PROCID", "0")) == 0:
             _say(Answer(library, comm.size, error=alone_hint(options.ranks), hint=LAUNCHER_HINT))
-        return 1
+        # Not an exit status: the launcher would kill the other ranks in the middle of MPI's own
+        # end, and what MPI keeps in shared memory would stay. The answer carries the error.
+        return 0
     names = comm.allgather(node_name())
     if len(set(names)) < len(names):
         names = [f"{name}/{rank}" for rank, name in enumerate(names)]
