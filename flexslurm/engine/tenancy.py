@@ -18,7 +18,9 @@ import threading
 import time
 from enum import StrEnum
 
+from flexslurm.engine import faults
 from flexslurm.engine.epoch_groups import EpochGroups, route
+from flexslurm.engine.faults import Point
 from flexslurm.engine.install import Host, Installer
 from flexslurm.engine.pacing import Pacer
 from flexslurm.engine.pipeline import Pending, StageRunner, StepOrder
@@ -88,6 +90,7 @@ class Tenancy:
         What waits is dropped and what runs is broken off, also in a collective with a peer that
         is dead or hangs.
         """
+        faults.reach(Point.RETIRE)
         self._stop.set()
         self._host.transfers.cut(self.epoch)
         self._host.rendezvous.cancel(self.epoch, "it was retired")

@@ -10,6 +10,8 @@ from typing import Any
 from flexslurm.control.actions import PlanShift, SwitchOver
 from flexslurm.control.events import Event, ParkedAway, ReplicaBroken, ShiftEvent, Unreachable
 from flexslurm.control.installed import ReplicaKey
+from flexslurm.engine import faults
+from flexslurm.engine.faults import Point
 from flexslurm.errors import ProtocolError
 from flexslurm.head.away import Away
 from flexslurm.head.ledger import Ledger
@@ -123,6 +125,7 @@ class HeadEffects:
         self.replicas.detach(replicas, reason)
 
     def meet_epoch(self, epoch: int) -> None:
+        faults.reach(Point.INSTALL)
         self._board.open(epoch)
 
     def forget_epoch(self, epoch: int) -> None:
@@ -131,9 +134,11 @@ class HeadEffects:
     # ------------------------------------------------------------------ the moves of a shift
 
     def plan_shift(self, ask: PlanShift) -> ShiftEvent:
+        faults.reach(Point.PREPARE)
         return self.moves.plan(ask)
 
     def park_all(self, epoch: int) -> ShiftEvent | None:
+        faults.reach(Point.PARKING)
         return self.moves.park(epoch)
 
     def park_away(self, replicas: Sequence[ReplicaKey], deadline_s: float) -> ParkedAway | None:
@@ -143,9 +148,11 @@ class HeadEffects:
         self.away.drop()
 
     def begin_transfer(self, epoch: int) -> ShiftEvent | None:
+        faults.reach(Point.TRANSFER)
         return self.moves.transfer(epoch)
 
     def begin_cutover(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
+        faults.reach(Point.CUTOVER)
         return self.moves.cut_over(epoch, deadline_s)
 
     def drop_shift(self, epoch: int, reason: str) -> None:
@@ -155,8 +162,10 @@ class HeadEffects:
         self.moves.room_free(epoch)
 
     def switch_over(self, switch: SwitchOver) -> ShiftEvent:
+        faults.reach(Point.COMMIT)
         answer = self.moves.switch(switch)
         self._switched(switch)
+        faults.reach(Point.CLOSE)
         return answer
 
     def _send_many(self, workers: tuple[str, ...], message: Message) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,8 +85,39 @@ def test_faults_by_name() -> None:
                 seen.append("raised")
         assert seen == [False, "raised", False, False]
         assert [faults.reach(faults.Point.CORRUPT) for _ in range(5)] == [False] * 2 + [True] * 3
-        for text in ("nowhere:1:raise", "step:x:raise", "step:1:sing", "step"):
+        wrong = (
+            "nowhere:1:raise",
+            "step:x:raise",
+            "step:1:sing",
+            "step",
+            "step:1:kill",
+            "step@x:1:hang",
+        )
+        for text in wrong:
             with pytest.raises(EnvironmentFault, match="cannot read"):
                 faults.arm(text)
     finally:
         faults.arm("")
+
+
+def test_faults_from_a_file_that_changes(tmp_path: Path) -> None:
+    file = tmp_path / "faults"
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        faults.arm(f"@{file}")
+        assert not faults.reach(faults.Point.STEP)
+        file.write_text(f"step@1:1:raise, step:2:full, retire:1:kill={victim.pid}")
+        assert not faults.reach(faults.Point.STEP)
+        with pytest.raises(OSError, match="injected at step"):
+            faults.reach(faults.Point.STEP)
+        faults.reach(faults.Point.RETIRE)
+        assert victim.wait(10) == -signal.SIGKILL
+        me, kill = os.getpid(), f"retire:1:kill={victim.pid}"
+        done = (tmp_path / "faults.done").read_text().splitlines()
+        assert done == [f"{me} step:2:full", f"{me} {kill}"]
+        file.unlink()
+        assert not any(faults.reach(faults.Point.STEP) for _ in range(3))
+    finally:
+        faults.arm("")
+        victim.kill()
+        victim.wait(10)
