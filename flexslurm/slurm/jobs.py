@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from flexslurm.errors import SlurmError
 from flexslurm.slurm.jobids import parse_job_id
 from flexslurm.slurm.nodelist import expand_told
+from flexslurm.slurm.reasons import is_held, reason_in_words
 from flexslurm.slurm.records import optional
-from flexslurm.slurm.states import JobState, is_held, job_state, reason_in_words
+from flexslurm.slurm.states import JobState, job_state
 from flexslurm.slurm.times import parse_time, told_duration
 
 SEPARATOR = "\x1f"
@@ -32,6 +33,7 @@ FIELDS: tuple[tuple[str, int], ...] = (
     ("hetjobid", 24),
     ("hetjoboffset", 24),
     ("exit_code", 16),
+    ("workdir", 512),
 )
 
 
@@ -62,6 +64,10 @@ class JobInfo:
     """Waits for somebody to release it: tell the user."""
     started_ago_s: float | None = None
     batch_host: str | None = None
+    code: str = ""
+    """The reason as Slurm names it."""
+    work_dir: str = ""
+    """Where it was submitted from: tells the jobs of services of one name apart."""
 
     @property
     def orphaned(self) -> bool:
@@ -122,6 +128,8 @@ def job_info(row: Mapping[str, str], now: float, grace_s: Mapping[str, float]) -
         held=state is JobState.PENDING and is_held(reason),
         started_ago_s=now - started if running and started is not None else None,
         batch_host=optional(row.get("batchhost")),
+        code=reason,
+        work_dir=row.get("workdir", ""),
     )
 
 

@@ -17,8 +17,9 @@ from flexslurm.errors import SlurmError, SlurmUnavailable
 from flexslurm.slurm.command import is_unavailable
 from flexslurm.slurm.jobs import JobInfo, by_id
 from flexslurm.slurm.nodelist import expand_told
-from flexslurm.slurm.states import JobState, NodeState, is_held, job_state, node_state
-from flexslurm.slurm.states import reason_in_words as in_words
+from flexslurm.slurm.reasons import is_held
+from flexslurm.slurm.reasons import reason_in_words as in_words
+from flexslurm.slurm.states import JobState, NodeState, job_state, node_state
 
 _YEAR_S = 365 * 86400
 _YEAR_MINUTES = 365 * 1440
@@ -130,6 +131,7 @@ def job_of(record: Mapping[str, Any], now: float, grace_s: Mapping[str, float]) 
         id=_id(record),
         state=state,
         reason=in_words(reason),
+        code=reason,
         nodes=nodes_of(record),
         preempt_in_s=_preempt_in(record, now, end, grace_s.get(partition, 0.0))
         if running
@@ -142,6 +144,7 @@ def job_of(record: Mapping[str, Any], now: float, grace_s: Mapping[str, float]) 
         held=state is JobState.PENDING and is_held(reason),
         started_ago_s=now - start if running and start is not None else None,
         batch_host=batch_host if isinstance(batch_host, str) and batch_host else None,
+        work_dir=str(record.get("current_working_directory") or ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""States of jobs and nodes, and reasons in words; total maps: what is unknown stays UNKNOWN."""
+"""States of jobs and nodes; total maps: what is unknown stays UNKNOWN."""
 
 from __future__ import annotations
 
@@ -157,68 +157,3 @@ def node_state(words: str | list[str]) -> NodeState:
             flags.append(word)
         flags += suffixes
     return NodeState(base, tuple(dict.fromkeys(flags)))
-
-
-_REASONS: dict[str, str] = {
-    "BeginTime": "requeued, waits until Slurm lets it start again",
-    "Priority": "other jobs come first",
-    "Resources": "waits for nodes to become free",
-    "Dependency": "waits for another job",
-    "DependencyNeverSatisfied": "waits for a job that will never end as asked",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition takes no jobs now",
-    "PartitionNodeLimit": "asks for more nodes than the partition allows",
-    "PartitionTimeLimit": "asks for more time than the partition allows",
-    "ReqNodeNotAvail": "a node it asked for is not available",
-    "Reservation": "waits for its reservation",
-    "ReservationDeleted": "its reservation is gone",
-    "Licenses": "waits for a licence",
-    "JobHeldUser": "held by its user: release it with scontrol release",
-    "JobHeldAdmin": "held by an administrator: it needs scontrol release",
-    "launch_failed_requeued_held": "could not be launched and is held: it needs scontrol release",
-    "JobLaunchFailure": "could not be launched",
-    "BadConstraints": "no node can ever satisfy what it asks for",
-    "Cleaning": "its last run is still being cleaned up",
-    "NodeDown": "a node of it went down",
-    "TimeLimit": "reached its time limit",
-    "Preempted": "preempted",
-    "InvalidAccount": "the account is not valid",
-    "InvalidQOS": "the QOS is not valid",
-    "MaxRequeue": "requeued too often and held: it needs scontrol release",
-    "NonZeroExitCode": "ended with an error",
-    "RaisedSignal:53(Real-time_signal_19)": "the directory of its output file is missing",
-    "SystemFailure": "Slurm failed",
-    "OutOfMemory": "ran out of memory",
-    "NodesDown": "the nodes it needs are down or reserved",
-}
-_HELD = frozenset({"JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held", "MaxRequeue"})
-
-
-def _code(reason: str) -> str:
-    """Without the brackets that squeue puts around it; some reasons end with one of their own."""
-    word = reason.strip()
-    return word[1:-1] if word.startswith("(") and word.endswith(")") else word
-
-
-def reason_in_words(reason: str) -> str:
-    """A sentence for Slurm's reason; limits and unknown ones as Slurm names them."""
-    code = _code(reason)
-    if code.lower() in ("", "none", "null", "n/a"):
-        return ""
-    base, _, rest = code.partition(",")
-    if code in _REASONS:
-        return _REASONS[code]
-    if base in _REASONS:
-        detail = rest.strip("_").replace("_", " ", 1).replace(":", ": ", 1)
-        return f"{_REASONS[base]} ({detail})"
-    if code.startswith(("Nodes_required_for_job_are_DOWN", "Nodes required for job are DOWN")):
-        return _REASONS["NodesDown"]
-    if code.startswith(("QOS", "Assoc", "Max")):
-        return f"a limit of the account, user or QOS is reached ({code})"
-    return code
-
-
-def is_held(reason: str) -> bool:
-    """Whether nothing will happen until somebody releases the job."""
-    code = _code(reason)
-    return code in _HELD or code.lower().startswith(("jobheld", "launch_failed_requeued_held"))

@@ -12,8 +12,9 @@ from flexslurm.slurm.gres import parse_gres
 from flexslurm.slurm.jobids import parse_job_id, submitted_id
 from flexslurm.slurm.jobs import FIELDS, SEPARATOR, job_info, split_rows
 from flexslurm.slurm.nodelist import compress, expand, expand_counts
+from flexslurm.slurm.reasons import reason_in_words
 from flexslurm.slurm.records import parse_records, parse_settings
-from flexslurm.slurm.states import JobState, job_state, node_state, reason_in_words
+from flexslurm.slurm.states import JobState, job_state, node_state
 from flexslurm.slurm.times import format_duration, parse_duration, parse_time
 
 stems = st.from_regex(r"\A[a-z][a-z0-9.-]{0,6}[a-z-]\Z")

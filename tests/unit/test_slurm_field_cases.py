@@ -13,8 +13,9 @@ from flexslurm.slurm.command import clean_env, is_unavailable
 from flexslurm.slurm.gres import parse_gres
 from flexslurm.slurm.jobids import submitted_id
 from flexslurm.slurm.nodelist import expand, expand_counts
+from flexslurm.slurm.reasons import is_held, reason_in_words
 from flexslurm.slurm.records import parse_records, parse_settings
-from flexslurm.slurm.states import is_held, job_state, node_state, reason_in_words
+from flexslurm.slurm.states import job_state, node_state
 from flexslurm.slurm.times import parse_duration
 
 Cases = dict[str, dict[str, Any]]

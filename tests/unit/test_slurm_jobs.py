@@ -27,6 +27,7 @@ def row(**values: str) -> dict[str, str]:
         "batchhost": "gpu001", "partition": "low", "name": "p-0", "restartcnt": "0",
         "preempttime": "N/A", "starttime": "2026-11-29T11:00:00", "endtime": "N/A",
         "timelimit": "UNLIMITED", "hetjobid": "N/A", "hetjoboffset": "N/A", "exit_code": "0",
+        "workdir": "/svc/jobs",
     }  # fmt: skip
     assert set(values) <= set(base) == {name for name, _ in FIELDS}
     return base | values

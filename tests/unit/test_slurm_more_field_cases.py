@@ -28,10 +28,11 @@ from flexslurm.slurm.json_forms import (
 )
 from flexslurm.slurm.nodelist import expand
 from flexslurm.slurm.pilot import SlurmSubmitter
+from flexslurm.slurm.reasons import reason_in_words
 from flexslurm.slurm.records import parse_settings
 from flexslurm.slurm.script import PilotSpec, pilot_options, pilot_script
 from flexslurm.slurm.site_check import signal_hint
-from flexslurm.slurm.states import JobState, job_state, node_state, reason_in_words
+from flexslurm.slurm.states import JobState, job_state, node_state
 from flexslurm.slurm.times import parse_duration, parse_time
 from flexslurm.slurm.window import site_window, slurm_window
 from flexslurm.wire import address

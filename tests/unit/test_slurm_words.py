@@ -9,7 +9,8 @@ import pytest
 from flexslurm.errors import SlurmError
 from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
-from flexslurm.slurm.states import JobState, is_held, job_state, node_state, reason_in_words
+from flexslurm.slurm.reasons import is_held, reason_in_words
+from flexslurm.slurm.states import JobState, job_state, node_state
 from flexslurm.slurm.times import format_duration, parse_duration, parse_time
 
 # ------------------------------------------------------------------------------------- GRES
