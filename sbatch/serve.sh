@@ -5,8 +5,8 @@
 #
 # The #SBATCH lines ask for 1 x a100:2, 2 x l40s:1: change them to the nodes you want.
 # Each component of the job is one kind of node. Slurm starts all of them together and preempts all
-# of them together: for a service that outlives the loss of a node, use flexslurm launch from a
-# login node instead.
+# of them together: for a service that outlives its preemption piece by piece, use flexslurm launch
+# from a login node instead.
 #SBATCH --job-name=flexslurm
 #SBATCH --output=flexslurm.%j.log
 #SBATCH --open-mode=append

@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.shift_commands:drain",
         "Move a service off some nodes, and give them back.",
     ),
+    "script": (
+        "flexslurm.cli.script_command:script",
+        "Print the job script of a whole service in one allocation.",
+    ),
     "plan": ("flexslurm.cli.plan_commands:plan", "Show the gears for a model and a pool of GPUs."),
     "profile": (
         "flexslurm.cli.profile_command:profile",

@@ -70,6 +70,16 @@ class GpuType(Section):
     slurm_type: str | None = Field(
         None, description="The type in Slurm's GRES (gpu:TYPE:N); default: this entry's name."
     )
+    gres: str | None = Field(
+        None,
+        description=(
+            "What stands before the count in --gres, where it is not gpu:TYPE: shard, or gpu for "
+            "GPUs without a type. slurm_type then says nothing."
+        ),
+    )
+    gres_per_gpu: int = Field(
+        1, ge=1, description="How many of it one GPU is: for shards, those of a card's share."
+    )
     memory: Bytes | None = Field(None, description="Bytes of device memory.")
     memory_bandwidth: BytesPerS | None = Field(None, description="Bytes per second.")
     flops: FlopsPerS | None = Field(None, description="Dense FLOP/s in the serving dtype.")

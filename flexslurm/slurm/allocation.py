@@ -17,7 +17,8 @@ from flexslurm.config.service import Fragment
 from flexslurm.config.site import Site
 from flexslurm.errors import CapacityError, EnvironmentFault, SlurmError
 from flexslurm.slurm.client import SlurmClient
-from flexslurm.slurm.gres import parse_gres
+from flexslurm.slurm.gpu_request import gpu_request
+from flexslurm.slurm.gres import Gres, parse_gres
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.nodelist import expand, expand_counts
@@ -85,30 +86,33 @@ def allocated_nodes(component: Component, details: str, site: Site) -> list[Allo
     found: dict[str, AllocatedNode] = {}
     cpus = dict(zip(component.nodes, component.cpus, strict=True))
     for nodes, gres in _HELD.findall(details):
-        for entry in parse_gres(gres):
-            if not entry.whole_gpus:
-                continue
-            gpu_type = _site_type(entry.type, site)
+        held = _held(parse_gres(gres), site)
+        if held is not None:
             for name in expand(nodes):
-                found[name] = AllocatedNode(
-                    name, component.het_group, gpu_type, entry.whole_gpus, cpus.get(name, 1)
-                )
+                count = cpus.get(name, 1)
+                found[name] = AllocatedNode(name, component.het_group, *held, count)
     return [found[name] for name in component.nodes if name in found]
 
 
-def _site_type(slurm_type: str | None, site: Site) -> str:
-    matches = [
-        name for name, entry in site.gpu_types.items() if (entry.slurm_type or name) == slurm_type
-    ]
-    if slurm_type is None and len(site.gpu_types) == 1:
-        matches = list(site.gpu_types)
-    if len(matches) != 1:
-        known = ", ".join(entry.slurm_type or name for name, entry in site.gpu_types.items())
-        raise SlurmError(
-            f"the job holds GPUs of the type '{slurm_type}', which the site file does not name",
-            hint=f"ask for --gres=gpu:TYPE:N with one of: {known}",
-        )
-    return matches[0]
+def _held(entries: Sequence[Gres], site: Site) -> tuple[str, int] | None:
+    """The site's GPU type that a node's part of the job is of, and how many; None: no GPUs."""
+    asked = {name: gpu_request(name, site) for name in site.gpu_types}
+    counts = {name: request.gpus_in(entries) for name, request in asked.items()}
+    types = [name for name, count in counts.items() if count]
+    others = [entry for entry in entries if entry.whole_gpus]
+    if not types and len(others) == 1 and others[0].type is None and len(asked) == 1:
+        return next(iter(asked)), others[0].whole_gpus
+    if len(types) == 1:
+        return types[0], counts[types[0]]
+    if not types and not others:
+        return None
+    told = ", ".join(str(e.type) for e in others) or ", ".join(types)
+    known = ", ".join(map(str, asked.values()))
+    words = "several types at once" if types else "a type that the site file does not name"
+    raise SlurmError(
+        f"a node of the job holds GPUs of {words}: '{told}'",
+        hint=f"ask for --gres=TYPE:N with one of: {known}",
+    )
 
 
 def step_command(node: AllocatedNode, spec: PilotSpec, site: Site, job_id: str) -> tuple[str, ...]:

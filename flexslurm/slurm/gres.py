@@ -11,7 +11,7 @@ _NOTHING = frozenset({"", "(null)", "n/a", "none", "null"})
 _COUNT = re.compile(r"^(\d{1,15})([KkMmGgTtPp]?)$", re.ASCII)
 _SCALE = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DETAIL = re.compile(r"\(([A-Za-z_]+):([^()]*)\)")
-_MIG = re.compile(r"^\d+[gc]\.\d+(gb|c)?", re.IGNORECASE)
+_MIG = re.compile(r"(^|[_-])\d+[gc]\.\d+(gb|c)?", re.IGNORECASE)
 _MAX_INDEX = 4096
 
 
@@ -28,7 +28,7 @@ class Gres:
     @property
     def whole_gpus(self) -> int:
         """GPUs that a tensor-parallel group may take: neither MIG slices nor shares of one."""
-        if self.name != "gpu" or (self.type is not None and _MIG.match(self.type)):
+        if self.name != "gpu" or (self.type is not None and _MIG.search(self.type)):
             return 0
         return self.count
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexslurm.config.site import Partition, Site
 from flexslurm.errors import ConfigError
-from flexslurm.slurm.script import slurm_type
+from flexslurm.slurm.gpu_request import gpu_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,10 @@ def _limits(site: Site) -> str:
 
 
 def _limits_of(partition: Partition, site: Site) -> str:
-    types = ", ".join(_lua(slurm_type(name, site)) for name in partition.gpu_types)
+    asked = [gpu_request(name, site) for name in partition.gpu_types]
+    # GPUs without a type, or shards, cannot be told from a wrong type by it
+    plain = all(request.type for request in asked)
+    types = ", ".join(_lua(request.type) for request in asked if request.type and plain)
     parts = [f"types = {{{types}}}", f"requeue = {str(partition.requeue).lower()}"]
     if partition.max_walltime is not None:
         parts.append(f"max_minutes = {max(1, int(partition.max_walltime // 60))}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flexslurm.config.site import Partition, Site
 from flexslurm.errors import ConfigError
+from flexslurm.slurm.gpu_request import gres_option
 from flexslurm.slurm.states import EXIT_GIVE_BACK
 from flexslurm.slurm.times import format_duration
 
@@ -21,7 +22,7 @@ MAX_GIVE_BACKS = 1000
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 # sbatch takes an #SBATCH line with one of these words anywhere for a component's separator.
-_HET_WORDS = re.compile(r"hetjob|packjob", re.IGNORECASE)
+HET_WORDS = re.compile(r"hetjob|packjob", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +72,20 @@ class BatchScript:
 def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
     """Options of sbatch for a pilot. Raises ConfigError for what Slurm could not take."""
     partition = _partition(spec.partition, site)
-    walltime = _walltime_s(spec.walltime_s, partition)
+    walltime = partition_walltime_s(spec.walltime_s, partition)
     return [
         *_common(spec.name, spec.log_dir, spec.comment),
         f"--nodes={spec.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={pilot_cpus(spec, site)}",
-        f"--gres=gpu:{slurm_type(spec.gpu_type, site)}:{spec.gpus}",
+        gres_option(spec.gpu_type, spec.gpus, site),
         # A site may default to JobRequeue=0: say it either way.
         "--requeue" if partition.requeue else "--no-requeue",
         "--no-kill",
         # Without B: the steps hear it. With B: sites that send this signal at preemption would
         # send it to the batch shell alone, and the agents would hear nothing.
         f"--signal=USR1@{warning_s(walltime)}",
-        *_where(spec.partition, partition, walltime),
+        *where_options(spec.partition, partition, walltime),
         *partition.sbatch_args,
     ]
 
@@ -93,7 +94,7 @@ def head_options(spec: HeadSpec, site: Site) -> list[str]:
     """Options of sbatch for the head's job; its partition's entry in the site file counts too."""
     head = site.head
     partition = _partition(head.partition, site)
-    walltime = _walltime_s(head.walltime, partition)
+    walltime = partition_walltime_s(head.walltime, partition)
     return [
         *_common(spec.name, spec.log_dir, spec.comment),
         "--nodes=1",
@@ -103,7 +104,7 @@ def head_options(spec: HeadSpec, site: Site) -> list[str]:
         "--requeue",
         # The head is the batch step itself: only with B: does it hear this.
         f"--signal=B:USR1@{warning_s(walltime)}",
-        *_where(head.partition, partition, walltime),
+        *where_options(head.partition, partition, walltime),
         *head.sbatch_args,
     ]
 
@@ -113,7 +114,7 @@ def _partition(name: str | None, site: Site) -> Partition:
     return site.partitions.get(name or "", Partition())
 
 
-def _walltime_s(asked_s: float | None, partition: Partition) -> float | None:
+def partition_walltime_s(asked_s: float | None, partition: Partition) -> float | None:
     """What is asked for, or the partition's default, at most its limit; None: what Slurm gives."""
     walltime_s = partition.default_walltime if asked_s is None else asked_s
     if walltime_s is None or partition.max_walltime is None:
@@ -121,7 +122,7 @@ def _walltime_s(asked_s: float | None, partition: Partition) -> float | None:
     return min(walltime_s, partition.max_walltime)
 
 
-def _where(name: str | None, partition: Partition, walltime_s: float | None) -> list[str]:
+def where_options(name: str | None, partition: Partition, walltime_s: float | None) -> list[str]:
     """Options for where a job runs, on whose account and for how long."""
     time = None if walltime_s is None else format_duration(walltime_s)
     given = {
@@ -150,18 +151,6 @@ def _common(name: str, log_dir: Path, comment: str | None) -> list[str]:
 def log_pattern(log_dir: Path, name: str, rest: str) -> str:
     """A file name with Slurm's own patterns only in `rest`."""
     return f"{log_dir}/{name}.".replace("%", "%%") + rest + ".log"
-
-
-def slurm_type(gpu_type: str, site: Site) -> str:
-    """Slurm's name of a GPU type. Raises ConfigError for a type the site does not define."""
-    entry = site.gpu_types.get(gpu_type)
-    if entry is None:
-        known = ", ".join(site.gpu_types)
-        raise ConfigError(f"the site has no GPU type '{gpu_type}'", hint=f"defined: {known}")
-    name = entry.slurm_type or gpu_type
-    if not _NAME.match(name):
-        raise ConfigError(f"'{name}' cannot be a GRES type", key=f"gpu_types.{gpu_type}.slurm_type")
-    return name
 
 
 def pilot_cpus(spec: PilotSpec, site: Site) -> int:
@@ -240,25 +229,36 @@ def _environment(site: Site, env: Mapping[str, str]) -> list[str]:
         "# sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.",
         "unset SLURM_TRES_PER_TASK",
     ]
-    for name, value in {**site.env, **env, "SUBMITIT_EXECUTOR": "slurm"}.items():
+    variables = {**site.env, **env, "SUBMITIT_EXECUTOR": "slurm"}
+    return [*lines, *export_lines(variables), *site.setup]
+
+
+def export_lines(env: Mapping[str, str]) -> list[str]:
+    """Lines of a shell. Raises ConfigError for what cannot be a variable's name."""
+    for name in env:
         if not _ENV_NAME.match(name):
             raise ConfigError(f"'{name}' cannot be the name of an environment variable", key="env")
-        lines.append(f"export {name}={shlex.quote(value)}")
-    return [*lines, *site.setup]
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
 
 
 def _script(options: Sequence[str], body: Sequence[str]) -> BatchScript:
     for option in options:
-        if "\n" in option or "\0" in option or not option.startswith("-"):
-            raise ConfigError(
-                f"'{option}' is not an option of sbatch", hint="write --name or --name=value"
-            )
-    outside = tuple(option for option in options if _HET_WORDS.search(option))
-    inside = [f"#SBATCH {_quoted(option)}" for option in options if option not in outside]
+        checked_option(option)
+    outside = tuple(option for option in options if HET_WORDS.search(option))
+    inside = [f"#SBATCH {quoted(option)}" for option in options if option not in outside]
     return BatchScript("\n".join(["#!/bin/bash", *inside, "", *body, ""]), outside)
 
 
-def _quoted(option: str) -> str:
+def checked_option(option: str) -> str:
+    """The option itself. Raises ConfigError for what is none."""
+    if "\n" in option or "\0" in option or not option.startswith("-"):
+        raise ConfigError(
+            f"'{option}' is not an option of sbatch", hint="write --name or --name=value"
+        )
+    return option
+
+
+def quoted(option: str) -> str:
     """`--name=value` with the value quoted where sbatch's own reader needs it."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if equals else option

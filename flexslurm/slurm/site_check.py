@@ -9,7 +9,7 @@ from flexslurm.config.site import Partition, Site
 from flexslurm.config.units import TIME
 from flexslurm.slurm.client import NodeInfo, PartitionInfo
 from flexslurm.slurm.discover import ClusterFacts, by_qos, window_of
-from flexslurm.slurm.script import slurm_type
+from flexslurm.slurm.gpu_request import gpu_request
 from flexslurm.slurm.window import disagreements, site_window
 
 SHORT_WARNING_S = 15.0
@@ -88,15 +88,18 @@ def _check_partition(
     found: Findings,
 ) -> None:
     members = [node for node in nodes if node.name in set(info.nodes)]
-    there = {kind for node in members for kind in node.gpus}
-    for gpu_type in partition.gpu_types:
-        if slurm_type(gpu_type, site) not in there:
-            has = ", ".join(sorted(kind or "untyped GPUs" for kind in there)) or "no GPUs"
+    asked = {gpu_type: gpu_request(gpu_type, site) for gpu_type in partition.gpu_types}
+    for gpu_type, request in asked.items():
+        if not any(request.gpus_in(node.gres) for node in members):
             found.problems.append(
-                f"partition '{name}': Slurm shows no '{slurm_type(gpu_type, site)}' "
-                f"(gpu_types: {gpu_type}), it has {has}"
+                f"partition '{name}': Slurm shows no '{request}' (gpu_types: {gpu_type}), "
+                f"it has {_gpus_there(members)}"
             )
-    most = max((sum(node.gpus.values()) for node in members), default=0)
+    counts = [
+        max(sum(r.gpus_in(node.gres) for r in asked.values()), sum(node.gpus.values()))
+        for node in members
+    ]
+    most = max(counts, default=0)
     if partition.gpus_per_node is not None and partition.gpus_per_node > most:
         found.problems.append(
             f"partition '{name}': gpus_per_node is {partition.gpus_per_node}, "
@@ -112,6 +115,17 @@ def _check_partition(
     if members and not any(node.state.usable_now for node in members):
         states = sorted({"+".join((n.state.base, *n.state.flags)) for n in members})
         found.notes.append(f"partition '{name}': no node is usable now ({', '.join(states)})")
+
+
+def _gpus_there(nodes: Sequence[NodeInfo]) -> str:
+    """What could be asked for there, as --gres has it."""
+    there = {
+        f"{entry.name}:{entry.type}" if entry.type else f"{entry.name} without a type"
+        for node in nodes
+        for entry in node.gres
+        if entry.name in ("gpu", "shard", "mps") and entry.count
+    }
+    return ", ".join(sorted(there)) or "no GPUs"
 
 
 def _check_users_signal(facts: ClusterFacts, found: Findings) -> None:

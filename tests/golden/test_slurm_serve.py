@@ -1,16 +1,49 @@
-"""`sbatch/serve.sh` is what is rendered for the sandbox, and Slurm's own reader takes it."""
+"""`sbatch/serve.sh` and what `flexslurm script` prints come from one source, byte for byte.
+
+FLEXSLURM_WRITE_GOLDEN=1 writes the golden files, and the script in the checkout, anew.
+"""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flexslurm.config.schema import load_section
+from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.service import Fragment
 from flexslurm.config.site import Site
 from flexslurm.errors import ConfigError
-from flexslurm.slurm.serve import serve_script
+from flexslurm.slurm.serve import ServeCall, read_components, serve_script
+
+GOLDEN = Path(__file__).parent / "slurm"
+CALL = ServeCall(
+    "chat", ("/opt/my py/flexslurm",), Path("/home/me/chat.yaml"), Path("/etc/site.yaml"),
+    Path("/shared/services/chat"),
+)  # fmt: skip
+FULL = """\
+name: full
+gpu_types:
+  a100: {model: a100-80, slurm_type: nvidia_a100_80gb}
+  slice: {memory: 19GiB, gres: "gpu:a100_2g.20gb"}
+  share: {memory: 10GiB, gres: shard, gres_per_gpu: 4}
+partitions:
+  spare:
+    gpu_types: [a100, slice, share]
+    account: proj
+    qos: low
+    constraint: ib&nvme
+    cpus_per_gpu: 6
+    default_walltime: 4h
+    max_walltime: 12h
+    sbatch_args: ["--comment=preempt me", --exclusive]
+  cancelled: {gpu_types: [a100], requeue: false, max_walltime: 2h}
+  cpu: {preemptible: false, account: heads}
+head: {partition: cpu, cpus: 4, memory: 8GiB, sbatch_args: [--nice=100]}
+setup: [module load cuda]
+env: {HF_HOME: /scratch/it's mine}
+"""
 
 POOL = [
     Fragment(partition="scavenge", gpu_type="a100", gpus=2),
@@ -23,9 +56,49 @@ def site(root: Path) -> Site:
     return load_section(Site, root / "site-configs" / "sandbox.yaml")
 
 
+@pytest.fixture
+def full() -> Site:
+    return parse_section(Site, FULL, "site.yaml")
+
+
+def check(text: str, path: Path) -> None:
+    if os.environ.get("FLEXSLURM_WRITE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+
+
 def test_the_script_in_the_checkout(root: Path, site: Site) -> None:
-    path = root / "sbatch" / "serve.sh"
-    assert path.read_text(encoding="utf-8") == serve_script(POOL, site)
+    check(serve_script(POOL, site), root / "sbatch" / "serve.sh")
+
+
+def test_account_qos_constraint_and_more_of_each_component(full: Site) -> None:
+    pool = read_components("spare/a100:4x2,spare/slice:1x3,spare/share:1,cancelled/a100:2,a100:1")
+    check(serve_script(pool, full, CALL), GOLDEN / "serve-full.sh")
+
+
+def test_the_head_on_a_node_of_its_own(full: Site) -> None:
+    pool = read_components("spare/a100:4x2")
+    check(serve_script(pool, full, CALL, head_node=True), GOLDEN / "serve-head-node.sh")
+
+
+def test_entries_of_one_kind_are_one_component(full: Site) -> None:
+    text = serve_script(read_components("spare/a100:4x2,spare/a100:4,spare/a100:2"), full)
+    assert text.count("#SBATCH hetjob") == 1 and "--nodes=3" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["a100", "a100:0", "a100:x2", "a100:4x0", "a/b/c:1", ":4", "a100:4,", "a100:99999"]
+)
+def test_components_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--components: cannot read") as caught:
+        read_components(text)
+    assert "TYPE:GPUS" in (caught.value.hint or "")
+
+
+def test_a_directory_that_sbatch_would_take_for_a_component(full: Site) -> None:
+    call = replace(CALL, service_dir=Path("/shared/hetjobs/chat"))
+    with pytest.raises(ConfigError, match="start of a component"):
+        serve_script(read_components("spare/a100:1"), full, call)
 
 
 def test_a_walltime_is_the_shortest_of_the_pool(site: Site) -> None:

@@ -69,7 +69,7 @@ def test_a_type_that_the_site_does_not_name(site: Site) -> None:
     details = "Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:h100:2(IDX:0-1)"
     with pytest.raises(SlurmError, match="'h100'") as caught:
         allocated_nodes(Component(None, "7", ("n1",), (1,)), details, site)
-    assert caught.value.hint is not None and "a100, l40s" in caught.value.hint
+    assert caught.value.hint is not None and "gpu:a100, gpu:l40s" in caught.value.hint
 
 
 def test_the_step_of_a_pilot(site: Site) -> None:

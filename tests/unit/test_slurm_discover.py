@@ -117,7 +117,7 @@ def test_a_file_that_does_not_fit() -> None:
     problems = "\n".join(check_against(site, FACTS).problems)
     for words in (
         "gives 20 s of warning, the site file says 300 s",
-        "no 'h100' (gpu_types: h100), it has nvidia_a100-sxm4-80gb",
+        "no 'gpu:h100' (gpu_types: h100), it has gpu without a type, gpu:1g.10gb",
         "largest node has 8",
         "max_walltime is 216h, Slurm allows 24h",
         "partition 'gone': Slurm does not have it",

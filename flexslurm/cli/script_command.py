@@ -1,0 +1,118 @@
+"""`flexslurm script`: renders the job script of a service in one allocation; submits nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from flexslurm.config.service import Fragment
+    from flexslurm.config.site import Site
+
+
+@click.command()
+@click.argument("service_file", metavar="SERVICE.yaml", type=click.Path(path_type=Path))
+@click.option(
+    "--site",
+    "site_file",
+    metavar="SITE.yaml",
+    type=click.Path(path_type=Path),
+    envvar="FLEXSLURM_SITE",
+    required=True,
+    help="What the cluster is made of.",
+)
+@click.option(
+    "--components",
+    metavar="LIST",
+    help="Nodes to ask for in place of the service's pool: [PARTITION/]TYPE:GPUS[xNODES],…",
+)
+@click.option(
+    "--head-node",
+    is_flag=True,
+    help="A first component without GPUs for the head, as the site's 'head' says: then the loss of "
+    "a GPU node is never the head's.",
+)
+@click.option(
+    "--to", "target", metavar="FILE", type=click.Path(path_type=Path), help="Default: print it."
+)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option(
+    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
+)
+def script(
+    service_file: Path, site_file: Path, components: str | None, head_node: bool,
+    target: Path | None, force: bool, service_dir: str | None,
+) -> None:  # fmt: skip
+    """Print the script of one job that is the whole service: sbatch takes it as it is.
+
+    A component for each kind of node, the head in the batch step, an agent on every node. Slurm
+    starts all of it at once and takes all of it at once; 'flexslurm launch' is for the rest.
+    """
+    from flexslurm.cli.hooks_commands import own_command
+    from flexslurm.cli.launch import service_directory
+    from flexslurm.config.check import load_pair
+    from flexslurm.slurm.serve import ServeCall, read_components, serve_script
+
+    pair = load_pair(service_file, site_file, cluster="allocation")
+    service, site = pair.service.value, pair.site.value
+    pool = read_components(components) if components else service.pool
+    for entry in pool:
+        _check(entry, site)
+    shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
+    directory = service_directory(service_dir or service.name, shared=shared)
+    call = ServeCall(
+        service.name, tuple(own_command()), service_file.absolute(), site_file.absolute(),
+        directory.path.absolute(),
+    )  # fmt: skip
+    _put(serve_script(pool, site, call, head_node=head_node), target, force)
+
+
+def _check(entry: Fragment, site: Site) -> None:
+    """Whether the site has it; the service file's own pool is checked with its line before."""
+    from flexslurm.config.schema import nearest_hint
+    from flexslurm.errors import ConfigError
+
+    if entry.gpu_type not in site.gpu_types:
+        raise ConfigError(
+            f"the site '{site.name}' has no GPU type '{entry.gpu_type}'",
+            hint=nearest_hint(entry.gpu_type, list(site.gpu_types)),
+        )
+    if entry.partition is None:
+        return
+    partition = site.partitions.get(entry.partition)
+    if partition is None:
+        raise ConfigError(
+            f"the site '{site.name}' has no partition '{entry.partition}'",
+            hint=nearest_hint(entry.partition, list(site.partitions)),
+        )
+    if partition.gpu_types and entry.gpu_type not in partition.gpu_types:
+        has = ", ".join(partition.gpu_types)
+        raise ConfigError(
+            f"the partition '{entry.partition}' has no {entry.gpu_type}", hint=f"it has {has}"
+        )
+    if partition.gpus_per_node is not None and entry.gpus > partition.gpus_per_node:
+        raise ConfigError(
+            f"a node of '{entry.partition}' has at most {partition.gpus_per_node} GPUs, "
+            f"not {entry.gpus}",
+            hint="ask for more nodes",
+        )
+
+
+def _put(text: str, target: Path | None, force: bool) -> None:
+    from flexslurm.errors import EnvironmentFault
+
+    if target is None:
+        click.echo(text, nl=False)
+        return
+    if target.exists() and not force:
+        raise EnvironmentFault(f"{target} is there already", hint="--force replaces it")
+    try:
+        target.write_text(text, encoding="utf-8")
+        target.chmod(0o755)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write {target}: {error.strerror}", hint="choose another place with --to"
+        ) from None
+    click.echo(f"wrote {target}; submit it with: sbatch {target}")

@@ -1,0 +1,27 @@
+#!/bin/bash
+# A whole service in one allocation: the head in the batch step, an agent on every node.
+#
+#   sbatch THIS_FILE [options of flexslurm launch]
+#
+# The #SBATCH lines ask for 2 x a100:4: change them to the nodes you want.
+# Each component of the job is one kind of node. Slurm starts all of them together and preempts all
+# of them together: for a service that outlives its preemption piece by piece, use flexslurm launch
+# from a login node instead.
+#SBATCH --job-name=flexslurm.chat
+#SBATCH --output=flexslurm.chat.%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=B:USR1@120
+#SBATCH --time=0-04:00:00
+#SBATCH --partition=cpu --account=heads --nodes=1 --ntasks=1 --cpus-per-task=4 --mem=8192M --comment=flexslurm:/shared/services/chat --nice=100
+#SBATCH hetjob
+#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=2 --ntasks-per-node=1 --cpus-per-task=24 --gres=gpu:nvidia_a100_80gb:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
+
+# sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.
+unset SLURM_TRES_PER_TASK
+export HF_HOME='/scratch/it'"'"'s mine'
+export FLEXSLURM_SERVICE_DIR=/shared/services/chat
+module load cuda
+# Without a shell in between, signals reach the launcher. The job ends with the service.
+exec '/opt/my py/flexslurm' launch /home/me/chat.yaml --site /etc/site.yaml --service-dir /shared/services/chat "$@" --cluster allocation
