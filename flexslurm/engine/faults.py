@@ -32,6 +32,8 @@ _SLOW_S = 0.2
 class Point(StrEnum):
     """Where something can be made to go wrong. Those of a shift are reached by the head."""
 
+    LISTEN = "transfer.listen"
+    """A worker starts its data server; without one nothing is moved from it."""
     CONNECT = "transfer.connect"
     """A receiver connects to a source."""
     CHUNK = "transfer.chunk"

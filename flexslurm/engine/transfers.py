@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from flexslurm.engine import faults
 from flexslurm.engine.byte_runs import Source
+from flexslurm.engine.faults import Point
 from flexslurm.engine.kv_park import KvParker
 from flexslurm.engine.kv_pull import KvPuller, check_page
 from flexslurm.engine.page_runs import PageSource
@@ -42,6 +44,7 @@ class Transfers:
         self._parker = KvParker(worker, self._tenants, self.lot, send)
         self._server: TransferServer | None = None
         try:
+            faults.reach(Point.LISTEN)
             self._server = TransferServer(address, key, self)
         except OSError as error:
             log.warning("no data server at %s: %s; nobody can take from here", address, error)
