@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexslurm.cli.job_names import UNSENT, head_job, pilot_job
+from flexslurm.cli.launch_facts import LaunchFacts, gather_facts
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
 from flexslurm.errors import (
@@ -28,6 +29,7 @@ from flexslurm.messages import StatusAnswer
 from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 if TYPE_CHECKING:
+    from flexslurm.planner.table import GearTable
     from flexslurm.slurm.pilot import Submitter
     from flexslurm.slurm.script import HeadSpec, PilotSpec
 
@@ -50,6 +52,8 @@ class LaunchPlan:
     """For each pilot: the gear that is left when Slurm takes it."""
     pilots: tuple[tuple[Pilot, PilotSpec], ...]
     head: HeadSpec
+    facts: LaunchFacts = LaunchFacts()
+    """What the head plans and places with, besides the two files."""
     table: bytes | None = None
     """The gear table to write; None: the one that is there holds."""
     allocation: str | None = None
@@ -87,6 +91,7 @@ def plan_launch(
         allocation = os.environ.get("SLURM_JOB_ID")
         service = service.model_copy(update={"pool": _pool_of_allocation(site, directory)})
     planner = ServicePlanner(service, site)
+    facts = gather_facts(site, planner.spec, cluster, say)
     pool = full_pool(service)
     table, data = service_table(planner, directory, say)
     gear = table.gear(pool)
@@ -98,22 +103,31 @@ def plan_launch(
         )
     check_plans(service, table)
     pilots = _pilots(service, site, directory, cluster)
-    kinds: dict[tuple[str, int, int], Gear | NoGear | None] = {}
-    for pilot, _ in pilots:
-        kind = (pilot.gpu_type, pilot.gpus, pilot.nodes)
-        if kind not in kinds:  # all pilots of a kind leave the same
-            kinds[kind] = table.gear(_less(pool, pilot))
-    lefts = ((p.fragment, kinds[p.gpu_type, p.gpus, p.nodes]) for p, _ in pilots)
-    without = tuple((fragment, left) for fragment, left in lefts if left is not None)
+    without = _without_each(table, pool, [pilot for pilot, _ in pilots])
     head = HeadSpec(
         name=head_job(service.name),
         command=head_command(directory.path),
         log_dir=directory.logs / "head",
         env=_job_env(),
     )
+    site = facts.used_by(site, directory)
     return LaunchPlan(
-        service, site, directory, cluster, head_here, gear, without, pilots, head, data, allocation
-    )
+        service, site, directory, cluster, head_here, gear, without, pilots, head, facts, data,
+        allocation,
+    )  # fmt: skip
+
+
+def _without_each(
+    table: GearTable, pool: Signature, pilots: Sequence[Pilot]
+) -> tuple[tuple[str, Gear | NoGear], ...]:
+    """For each pilot the gear that is left without it, where the table has that."""
+    kinds: dict[tuple[str, int, int], Gear | NoGear | None] = {}
+    for pilot in pilots:
+        kind = (pilot.gpu_type, pilot.gpus, pilot.nodes)
+        if kind not in kinds:  # all pilots of a kind leave the same
+            kinds[kind] = table.gear(_less(pool, pilot))
+    lefts = ((p.fragment, kinds[p.gpu_type, p.gpus, p.nodes]) for p in pilots)
+    return tuple((fragment, left) for fragment, left in lefts if left is not None)
 
 
 def _pool_of_allocation(site: Site, directory: ServiceDir) -> list[Fragment]:

@@ -224,6 +224,7 @@ def _write_files(plan: LaunchPlan) -> None:
     for path, section in ((directory.service, plan.service), (directory.site, plan.site)):
         # JSON is YAML 1.2, which is how the files are read; PyYAML writes 1.1
         write_atomically(path, section.model_dump_json(indent=2).encode(), mode=0o600)
+    plan.facts.write(directory)
     if plan.table is not None:
         write_atomically(directory.gears, plan.table)
 

@@ -135,6 +135,10 @@ class SlurmSettings(Section):
     command_timeout: Seconds = Field(30.0, gt=0, description="Deadline of one Slurm command.")
     kill_wait: Seconds = Field(30.0, description="KillWait: from SIGTERM to SIGKILL.")
     rest: RestSettings | None = Field(None, description="slurmrestd; without it squeue is asked.")
+    topology: str | None = Field(
+        None,
+        description="A topology.conf, for its leaf switches; default: scontrol show topology.",
+    )
 
 
 class HeadSettings(Section):
@@ -165,6 +169,17 @@ class NetworkSettings(Section):
     )
 
 
+class MeasuredSettings(Section):
+    """What was measured here; it takes the place of figures and formulas when gears are planned."""
+
+    profiles: str | None = Field(
+        None, description="A CSV of `flexslurm profile`, or a directory of them, as profiles/."
+    )
+    links: str | None = Field(
+        None, description="The CSV of `flexslurm probe`, as links.csv; it wins over node_link."
+    )
+
+
 class PathSettings(Section):
     """Directories."""
 
@@ -180,6 +195,7 @@ class Site(Section):
     slurm: SlurmSettings = Field(default_factory=SlurmSettings)
     head: HeadSettings = Field(default_factory=HeadSettings)
     network: NetworkSettings = Field(default_factory=NetworkSettings)
+    measured: MeasuredSettings = Field(default_factory=MeasuredSettings)
     paths: PathSettings = Field(default_factory=PathSettings)
     setup: list[str] = Field(
         default_factory=list, description="Shell lines before our process, as module load cuda."

@@ -44,7 +44,13 @@ _PATHS: dict[type[Section], tuple[Loc, ...]] = {
         ("gateway", "api_keys_file"),
         ("executor", "checkpoint_dir"),
     ),
-    Site: (("paths", "shared_dir"), ("slurm", "conf")),
+    Site: (
+        ("paths", "shared_dir"),
+        ("slurm", "conf"),
+        ("slurm", "topology"),
+        ("measured", "profiles"),
+        ("measured", "links"),
+    ),
 }
 
 

@@ -106,14 +106,16 @@ def place_gear(
     nodes: Sequence[PhysicalNode],
     current: Current | None = None,
     live: Sequence[LiveKv] = (),
+    leaves: Mapping[str, str] | None = None,
 ) -> Placed:
     """Place a gear and route what is live: the fewest bytes, ties to the present owners.
 
     `live`: sequences whose KV can be moved; their `replica` is a number of the current gear.
-    Raises CapacityError where the nodes cannot hold the gear.
+    `leaves`: the leaf switch of each node, where it is known. Raises CapacityError where the
+    nodes cannot hold the gear.
     """
     if current is None:
-        placement = place(gear, nodes)
+        placement = place(gear, nodes, leaves=leaves)
         return Placed(placement, Routes({}, (), (), 0), _needed(shards, gear))
     keeps = Keeps(shards, gear, current)
     needed = _needed(shards, gear)
@@ -121,7 +123,7 @@ def place_gear(
     flows = _first_flows(gear, nodes, current, live)
     best: Placed | None = None
     for _ in range(_MOST_ROUNDS):
-        placement = place(gear, nodes, current, keeps.kept(flows))
+        placement = place(gear, nodes, current, keeps.kept(flows), leaves)
         lacked = needed - sum(_kept_weights(keeps, gear, placement, current))
         routes = _route(shards, gear, placement, current, live, best)
         moved = lacked + routes.moved_bytes

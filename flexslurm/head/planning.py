@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -25,8 +25,7 @@ from flexslurm.head.gear_book import GearBook
 from flexslurm.head.gear_tables import Progress, fits, full_pool, make_service_table, pilot_kinds
 from flexslurm.messages import Pacing
 from flexslurm.planner.build import no_gear
-from flexslurm.planner.files import load_acted, load_spec, open_table
-from flexslurm.planner.gears import plan_gear
+from flexslurm.planner.files import load_acted, load_measured, load_spec, open_table
 from flexslurm.planner.hashing import inputs_hash
 from flexslurm.planner.layouts import gear_of_layout, is_layout, replica_tokens_per_s
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
@@ -47,16 +46,23 @@ class ServicePlanner:
         service: Service,
         site: Site,
         ask: Callable[[Signature], None] = lambda signature: None,
+        leaves: Mapping[str, str] | None = None,
     ) -> None:
-        """`ask` is told of allocations whose gears are to be planned elsewhere."""
+        """`ask` is told of allocations whose gears are to be planned elsewhere.
+
+        `leaves`: the leaf switch of each node, where it is known. Raises ConfigError for measured
+        files that the site names and that are not there or malformed.
+        """
         self.spec = load_spec(service.model.path, service.model.dtype)
-        self.topology = Topology.from_site(site, service.model.dtype)
+        figures = Topology.from_site(site, service.model.dtype)
+        self.topology, self._profiles = load_measured(site.measured, self.spec, figures)
+        self._leaves = dict(leaves or {})
         self.goal = Goal.from_service(service)
         self._acted = load_acted(self.topology, service.model.dtype)
         self._virtual = {
             name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
         }
-        self._problem = Problem(self.spec, self.topology, self.goal, self._acted)
+        self._problem = Problem(self.spec, self.topology, self.goal, self._acted, self._profiles)
         self._service = service
         self.book = GearBook(ask)
         self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
@@ -66,13 +72,17 @@ class ServicePlanner:
 
     def exact(self, signature: Signature) -> Gear | NoGear:
         """Plan one allocation; takes seconds where the pool is large."""
-        return plan_gear(self.spec, self.topology, self.goal, signature, acted=self._acted)
+        return self._planner(signature).plan(signature)
 
     def make_table(self, progress: Progress) -> bytes:
         """Plan the allocations of the service's pilots; takes a minute or two at most."""
         pool = full_pool(self._service)
-        planner = Planner(self.spec, self.topology, self.goal, pool, acted=self._acted)
-        return make_service_table(planner, pilot_kinds(self._service), progress)
+        return make_service_table(self._planner(pool), pilot_kinds(self._service), progress)
+
+    def _planner(self, pool: Signature) -> Planner:
+        return Planner(
+            self.spec, self.topology, self.goal, pool, acted=self._acted, profiles=self._profiles
+        )
 
     def fitting_table(self, path: Path) -> tuple[GearTable | None, str]:
         """The table in a file, if it was made for just this; else why not, in words."""
@@ -83,7 +93,8 @@ class ServicePlanner:
         except ConfigError as error:
             return None, error.message
         kinds, pool = pilot_kinds(self._service), full_pool(self._service)
-        inputs = inputs_hash(self.spec, self.topology, self.goal, pool, self._acted)
+        profiles = [self._profiles[kind] for kind in sorted(self._profiles)]
+        inputs = inputs_hash(self.spec, self.topology, self.goal, pool, self._acted, profiles)
         if not fits(table, inputs, kinds):
             return None, f"{path.name} was made for another model, site, workload or pool"
         return table, ""
@@ -130,7 +141,10 @@ class ServicePlanner:
         if current is not None:
             at = {slot: GpuRef(at.agent, at.gpu) for slot, at in current.placement.items()}
             before = Current(current.gear, at)
-        placed = place_gear(self.shards, gear, nodes, before)
+        hangs_on = {
+            a.id: self._leaves[a.hello.node] for a in agents if a.hello.node in self._leaves
+        }
+        placed = place_gear(self.shards, gear, nodes, before, leaves=hangs_on)
         return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
 
     def rates(self, gpu_types: Iterable[str]) -> LinkRates:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from flexslurm.config.site import MeasuredSettings
 from flexslurm.errors import ConfigError, ModelError
 from flexslurm.planner.links import read_links, with_links
 from flexslurm.planner.model_spec import ModelSpec
@@ -60,31 +61,65 @@ def load_profiles(
     Those of other models are passed over. Raises ConfigError for a malformed one and for a GPU type
     that the site does not define.
     """
+    return {profile.kind: profile for _, profile in own_profiles(paths, spec, topology)}
+
+
+def own_profiles(
+    paths: Iterable[Path], spec: ModelSpec, topology: Topology
+) -> list[tuple[Path, Profile]]:
+    """As `load_profiles`, with the file that each is in; of one kind the last file counts."""
     files = [
         file for path in paths for file in (sorted(path.glob("*.csv")) if path.is_dir() else [path])
     ]
-    found: dict[StageKind, Profile] = {}
+    found: list[tuple[Path, Profile]] = []
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise ConfigError(f"cannot read it: {reason}", file=str(file)) from error
-        profile = read_profile(text, str(file))
+        profile = read_profile(read_csv(file), str(file))
         if profile.model == spec.name and profile.dtype == spec.dtype:
             topology.gpu(profile.gpu_type)
-            found[profile.kind] = profile
+            found.append((file, profile))
     return found
 
 
 def load_links(path: Path, topology: Topology) -> Topology:
     """The topology with the link between nodes that was measured. Raises ConfigError."""
+    return with_links(topology, read_links(read_csv(path), str(path)))
+
+
+def load_measured(
+    measured: MeasuredSettings, spec: ModelSpec, topology: Topology
+) -> tuple[Topology, dict[StageKind, Profile]]:
+    """What a site file names: the topology with measured links, and this model's profiles.
+
+    Raises ConfigError for what is malformed or not there, naming file and line.
+    """
+    profiles = load_profiles(profile_paths(measured), spec, topology)
+    if measured.links is not None:
+        topology = load_links(Path(measured.links), topology)
+    return topology, profiles
+
+
+def profile_paths(measured: MeasuredSettings) -> tuple[Path, ...]:
+    """The profiles that a site file names; raises ConfigError where a path is wrong."""
+    if measured.profiles is None:
+        return ()
+    path = Path(measured.profiles)
+    if not path.exists():
+        raise ConfigError(
+            "there is no such file or directory",
+            file=str(path),
+            key="measured.profiles",
+            hint="flexslurm profile writes them",
+        )
+    return (path,)
+
+
+def read_csv(path: Path) -> str:
+    """The text of a file of measurements. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot read it: {reason}", file=str(path)) from error
-    return with_links(topology, read_links(text, str(path)))
 
 
 def open_table(path: Path) -> GearTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from flexslurm.errors import ConfigError
+from flexslurm.errors import ConfigError, FlexslurmError
 from flexslurm.gear import Gear
 
 ROUNDS = 20
@@ -39,7 +39,11 @@ def read_leaves(
             raise ConfigError("SwitchName=… or BlockName=… is expected", file=file, line=number)
         if "nodes" not in pairs or "switches" in pairs or pairs.get("level", "0") != "0":
             continue
-        for node in expand(pairs["nodes"]):
+        try:
+            nodes = expand(pairs["nodes"])
+        except FlexslurmError as error:
+            raise ConfigError(error.message, file=file, line=number) from error
+        for node in nodes:
             found.setdefault(node, name)
     return found
 

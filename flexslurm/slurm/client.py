@@ -166,6 +166,12 @@ class SlurmClient:
         """The daemon's own configuration: site files are stale or absent on many nodes."""
         return parse_settings(self.call("scontrol", "show", "config").out)
 
+    def topology(self) -> str:
+        """Switches and what hangs on them, as `topology.conf` has them; empty without any."""
+        out = self.call("scontrol", "show", "topology").out
+        lines = (line for line in out.splitlines() if "=" in line)
+        return "".join(f"{line}\n" for line in lines)
+
     def version(self) -> tuple[int, int, int]:
         """Major, minor and micro of the commands, as (22, 5, 8)."""
         out = self.call("scontrol", "--version").out

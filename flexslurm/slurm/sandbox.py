@@ -20,21 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexslurm.errors import EnvironmentFault, SlurmError, SlurmUnavailable
-from flexslurm.slurm import processes, sandbox_host
+from flexslurm.slurm import processes, sandbox_daemons, sandbox_host, sandbox_network
 from flexslurm.slurm.command import clean_env, failure, run
 from flexslurm.slurm.processes import Process
 from flexslurm.slurm.sandbox_config import SandboxConfig, default_config
+from flexslurm.slurm.sandbox_daemons import MARK, Daemons
 from flexslurm.slurm.sandbox_files import Layout
+from flexslurm.slurm.sandbox_network import Network
 from flexslurm.slurm.sandbox_site import site_yaml
 
-_MARK = "FLEXSLURM_SANDBOX"
 _START_TRIES = 4
 # What `down` may leave: the lock after a crash, with the logs that were to be kept.
 _LEFT = {"sandbox.lock", "log"}
 # The state file goes last: while it is there, `down` knows what there was.
 _FILES = (
-    "slurm.conf", "gres.conf", "plugstack.conf", "job_submit.lua", "cli_filter.lua", "munge.key",
-    "munge.seed", "site.yaml", "sandbox.json",
+    "slurm.conf", "gres.conf", "topology.conf", "plugstack.conf", "job_submit.lua",
+    "cli_filter.lua", "munge.key", "munge.seed", "hosts", "site.yaml", "sandbox.json",
 )  # fmt: skip
 
 
@@ -151,6 +152,51 @@ class Sandbox:
             raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
         return code if code >= 0 else 128 - code
 
+    # -------------------------------------------------------------------------------- drills
+
+    def kill(self, name: str) -> None:
+        """Take away munged, slurmctld, or a node with all that runs on it, as a crash does."""
+        members = self._members()
+        found = self._running().of(name, members)
+        if not found:
+            raise EnvironmentFault(f"'{name}' does not run", hint=f"sandbox start {name}")
+        sandbox_daemons.kill(found)
+
+    def start(self, name: str) -> None:
+        """Start again what was taken away."""
+        self._running().start(name)
+
+    def cut(self, node: str) -> None:
+        """Cut a node's link, where the nodes have their own network."""
+        self._hosts().cut(node)
+
+    def mend(self, node: str) -> None:
+        """Join the node's link again."""
+        self._hosts().mend(node)
+
+    def _hosts(self) -> Network:
+        network = self._running().network
+        if network is None:
+            raise EnvironmentFault(
+                "the nodes of this sandbox share the machine's network",
+                hint="put 'network: namespaces' into the sandbox's file, and up it again",
+            )
+        return network
+
+    def _running(self) -> Daemons:
+        """The daemons of the sandbox that is up. Raises EnvironmentFault."""
+        state, layout = self._state(), self._layout_now()
+        if state is None or layout is None:
+            raise EnvironmentFault(
+                f"no sandbox is up in {self.home}", hint="flexslurm sandbox up --dir DIR"
+            )
+        config = SandboxConfig.model_validate(state["config"])
+        prefix = state.get("network")
+        network = (
+            None if prefix is None else Network(self.home, str(prefix), tuple(config.all_nodes()))
+        )
+        return Daemons(config, layout, str(state["mark"]), network)
+
     # --------------------------------------------------------------------------------- state
 
     def _state(self) -> dict[str, object] | None:
@@ -194,12 +240,19 @@ class Sandbox:
     def _start(self, deadline: float) -> None:
         config = self.config or default_config()
         layout = sandbox_host.choose_layout(self.home, config)
-        mark = secrets.token_hex(8)
+        network = None
+        if config.network == "namespaces":
+            sandbox_network.remove(self.home)
+            network = sandbox_network.choose(self.home, config.all_nodes())
+        daemons = Daemons(config, layout, secrets.token_hex(8), network)
         for left in reversed(range(_START_TRIES)):
             ports = sandbox_host.free_ports(["slurmctld", *config.all_nodes()])
-            sandbox_host.write_files(config, layout, ports, mark)
+            sandbox_host.write_files(config, layout, ports, daemons.mark, network)
             try:
-                self._start_daemons(config, layout, mark)
+                if network is not None and left == _START_TRIES - 1:
+                    network.make()
+                for name in daemons.all():
+                    daemons.start(name, fresh=True)
                 self._wait_ready(config, layout, deadline)
                 return
             except _PortTaken:
@@ -209,32 +262,6 @@ class Sandbox:
                         "other programs took the daemons' ports as often as new ones were chosen",
                         hint="try again",
                     ) from None
-
-    def _start_daemons(self, config: SandboxConfig, layout: Layout, mark: str) -> None:
-        env = clean_env(str(layout.conf), os.environ) | {_MARK: mark}
-        self._daemon(layout, env, [
-            _program("munged"), "--force", f"--socket={layout.munge_socket}",
-            f"--key-file={layout.munge_key}", f"--seed-file={layout.munge_seed}",
-            f"--pid-file={layout.run}/munged.pid", f"--log-file={layout.log}/munged.log",
-            "--num-threads=2",
-        ])  # fmt: skip
-        self._daemon(layout, env, [_program("slurmctld"), "-c", "-f", str(layout.conf)])
-        for node in config.all_nodes():
-            self._daemon(layout, env, [_program("slurmd"), "-N", node, "-f", str(layout.conf)])
-
-    def _daemon(self, layout: Layout, env: dict[str, str], argv: list[str]) -> None:
-        name = Path(argv[0]).name
-        output = layout.log / "start.log"
-        with output.open("ab") as log:
-            try:
-                code = subprocess.run(
-                    argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    timeout=20, check=False, start_new_session=True, cwd=layout.home,
-                ).returncode  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise EnvironmentFault(f"{name} did not start: {error}") from error
-        if code:
-            raise EnvironmentFault(f"{name} did not start", hint=sandbox_host.last_words(layout))
 
     def _wait_ready(self, config: SandboxConfig, layout: Layout, deadline: float) -> None:
         wanted = set(config.all_nodes())
@@ -285,6 +312,7 @@ class Sandbox:
         """End all processes and remove all files but the lock, the logs if wanted, and home."""
         layout = self._layout_now()
         self._end_processes()
+        sandbox_network.remove(self.home)
         if layout is not None and layout.run.parent != self.home:
             shutil.rmtree(layout.run, ignore_errors=True)
         shutil.rmtree(sandbox_host.short_run(self.home), ignore_errors=True)
@@ -309,8 +337,7 @@ class Sandbox:
 
     def _daemons(self) -> list[Process]:
         """munged, slurmctld and the slurmd: processes that carry the sandbox's mark."""
-        names = {"munged", "slurmctld", "slurmd"}
-        return [p for p in self._members() if p.name in names]
+        return [p for p in self._members() if p.name in sandbox_daemons.NAMES]
 
     def _members(self) -> list[Process]:
         """All processes of this sandbox: its daemons, job steps, and what descends from them.
@@ -326,7 +353,7 @@ class Sandbox:
         for process in all_now:
             env = processes.environ(process.pid)
             ours = env.get("SLURM_CONF") == conf
-            if ours and (_MARK in env or "SLURMD_NODENAME" in env):
+            if ours and (MARK in env or "SLURMD_NODENAME" in env):
                 roots.append(process)
         found = processes.with_descendants(roots, all_now)
         return [p for p in found if p.pid not in spared]
@@ -335,7 +362,7 @@ class Sandbox:
 
     def _slurm(self, argv: list[str], timeout_s: float = 15.0) -> str:
         # marked, so that `down` ends it too when this process is killed before it
-        env = clean_env(str(self.conf)) | {_MARK: "command"}
+        env = clean_env(str(self.conf)) | {MARK: "command"}
         done = run(argv, env=env, timeout_s=timeout_s)
         if done.code:
             raise failure(done)
@@ -352,7 +379,3 @@ class Sandbox:
         except (SlurmError, EnvironmentFault):
             return False
         return True
-
-
-def _program(name: str) -> str:
-    return sandbox_host.find_program(name) or name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -60,12 +60,23 @@ class SandboxConfig(Section):
     partitions: dict[str, SandboxPartition] = Field(min_length=1)
     gpu_types: dict[str, SandboxGpu] = Field(default_factory=dict)
     head_partition: str | None = Field(None, description="Where the head runs; never preempted.")
+    switches: dict[Annotated[str, Field(pattern=_NAME)], list[str]] = Field(
+        default_factory=dict,
+        description="Leaf switches and their nodes, as leaf1: [a100n1, l40n1]; all or no nodes.",
+    )
     kill_wait: Seconds = Field(5.0, ge=1, description="From SIGTERM to SIGKILL.")
     requeue_delay: Seconds = Field(
         5.0, ge=5, description="A requeued job waits at least this; Slurm takes no less than 5 s."
     )
     min_job_age: Seconds = Field(600.0, ge=2, description="Ended jobs stay visible this long.")
     slurmd_timeout: Seconds = Field(60.0, ge=10, description="Silence that makes a node DOWN.")
+    network: Literal["host", "namespaces"] = Field(
+        "host",
+        description=(
+            "host: all nodes share this machine's network. namespaces: each node is a host of its "
+            "own, with a name, an address and a link that can be cut; needs root."
+        ),
+    )
     slurm_conf: list[str] = Field(default_factory=list, description="Further slurm.conf lines.")
     plugstack: list[str] = Field(default_factory=list, description="Lines of plugstack.conf.")
     job_submit_lua: str | None = Field(
@@ -89,9 +100,20 @@ class SandboxConfig(Section):
         names = [node for group in self.nodes for node in self.node_names(group)]
         if len(names) != len(set(names)):
             raise ValueError("two node groups give the same node names")
+        self._check_switches(names)
         if sum(partition.default for partition in self.partitions.values()) > 1:
             raise ValueError("more than one partition is the default")
         return self
+
+    def _check_switches(self, nodes: list[str]) -> None:
+        """Slurm reaches no node that is on no switch, and a node has one place in the tree."""
+        on = [node for leaf in self.switches.values() for node in leaf]
+        for leaf, named in self.switches.items():
+            _all_known(f"switch '{leaf}'", named, nodes, "node")
+        if len(on) != len(set(on)):
+            raise ValueError("a node is on two switches")
+        if on and set(on) != set(nodes):
+            raise ValueError(f"on no switch: {', '.join(n for n in nodes if n not in set(on))}")
 
     def prefix(self, group: str) -> str:
         return self.nodes[group].prefix or group

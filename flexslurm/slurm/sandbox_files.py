@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexslurm.slurm.sandbox_config import SandboxConfig
+from flexslurm.slurm.sandbox_network import Network
 
 # sun_path holds 108 bytes with its end; slurmstepd's sockets have the longest names.
 _SOCKET_LIMIT = 107
@@ -28,6 +29,10 @@ class Layout:
     @property
     def gres(self) -> Path:
         return self.home / "gres.conf"
+
+    @property
+    def topology(self) -> Path:
+        return self.home / "topology.conf"
 
     @property
     def plugstack(self) -> Path:
@@ -76,12 +81,18 @@ def sockets_fit(run: Path, nodes: Sequence[str]) -> bool:
 
 
 def slurm_conf(
-    config: SandboxConfig, layout: Layout, ports: Mapping[str, int], host: str, user: str
+    config: SandboxConfig,
+    layout: Layout,
+    ports: Mapping[str, int],
+    host: str,
+    user: str,
+    network: Network | None = None,
 ) -> str:
     """slurm.conf; `ports` maps `slurmctld` and each node's name to its port."""
+    controller = "127.0.0.1" if network is None else network.controller
     lines = [
         "ClusterName=sandbox",
-        f"SlurmctldHost={host}(127.0.0.1)",
+        f"SlurmctldHost={host}({controller})",
         f"SlurmctldPort={ports['slurmctld']}",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",
@@ -124,18 +135,32 @@ def slurm_conf(
         lines.append("JobSubmitPlugins=lua")
     if config.cli_filter_lua is not None:
         lines.append("CliFilterPlugins=cli_filter/lua")
+    if config.switches:
+        lines.append("TopologyPlugin=topology/tree")
     lines += config.slurm_conf
-    lines += [_node_line(config, group, ports, host) for group in config.nodes]
+    lines += [_node_line(config, group, ports, host, network) for group in config.nodes]
     lines += [_partition_line(config, name) for name in config.partitions]
     return "\n".join(lines) + "\n"
 
 
-def _node_line(config: SandboxConfig, group: str, ports: Mapping[str, int], host: str) -> str:
+def _node_line(
+    config: SandboxConfig,
+    group: str,
+    ports: Mapping[str, int],
+    host: str,
+    network: Network | None,
+) -> str:
     nodes = config.nodes[group]
     gres = f" Gres=gpu:{nodes.gpu_type}:{nodes.gpus}" if nodes.gpus else ""
     rest = f"CPUs={nodes.cpus} RealMemory={nodes.memory // 2**20}{gres} State=UNKNOWN"
+
+    def where(name: str) -> str:
+        if network is None:
+            return f"NodeHostname={host} NodeAddr=127.0.0.1"
+        return f"NodeHostname={name} NodeAddr={network.address(name)}"
+
     return "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[name]} {rest}"
+        f"NodeName={name} {where(name)} Port={ports[name]} {rest}"
         for name in config.node_names(group)
     )
 
@@ -151,6 +176,12 @@ def _partition_line(config: SandboxConfig, name: str) -> str:
         f"MaxTime={limit} State=UP PriorityTier={partition.priority_tier} "
         f"PreemptMode={partition.preempt_mode} GraceTime={round(partition.grace)}"
     )
+
+
+def topology_conf(config: SandboxConfig) -> str:
+    """topology.conf: the leaf switches, all of them below one."""
+    leaves = [f"SwitchName={name} Nodes={','.join(on)}" for name, on in config.switches.items()]
+    return "\n".join([*leaves, f"SwitchName=spine Switches={','.join(config.switches)}"]) + "\n"
 
 
 def gres_conf(config: SandboxConfig, layout: Layout) -> str:

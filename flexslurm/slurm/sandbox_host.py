@@ -24,6 +24,7 @@ from flexslurm.errors import EnvironmentFault
 from flexslurm.slurm import sandbox_files
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_files import Layout
+from flexslurm.slurm.sandbox_network import Network
 from flexslurm.slurm.sandbox_site import site_yaml
 
 _DEBIAN = {
@@ -135,9 +136,17 @@ def _port_range() -> tuple[int, int]:
     return (last + 1, 65536) if last < 60000 else (first, last)
 
 
-def write_files(config: SandboxConfig, layout: Layout, ports: Mapping[str, int], mark: str) -> None:
+def write_files(
+    config: SandboxConfig,
+    layout: Layout,
+    ports: Mapping[str, int],
+    mark: str,
+    network: Network | None = None,
+) -> None:
     """Write all files; the state file first, so that `down` knows what `up` began."""
     state = {"version": 1, "mark": mark, "run": str(layout.run), "ports": dict(ports)}
+    if network is not None:
+        state["network"] = network.prefix
     config_data = config.model_dump(mode="json")
     _write(layout.state_file, json.dumps({**state, "config": config_data}, indent=1))
     _own_directory(layout.run)
@@ -157,9 +166,13 @@ def write_files(config: SandboxConfig, layout: Layout, ports: Mapping[str, int],
     _write(layout.munge_key, secrets.token_bytes(128))
     host = socket.gethostname().split(".")[0]
     user = pwd.getpwuid(os.geteuid()).pw_name
-    _write(layout.conf, sandbox_files.slurm_conf(config, layout, ports, host, user))
+    _write(layout.conf, sandbox_files.slurm_conf(config, layout, ports, host, user, network))
+    if network is not None:
+        _write(network.hosts, network.hosts_text(host))
     _write(layout.gres, sandbox_files.gres_conf(config, layout))
     _write(layout.site, site_yaml(config, layout.conf))
+    if config.switches:
+        _write(layout.topology, sandbox_files.topology_conf(config))
     if config.plugstack:
         _write(layout.plugstack, "\n".join(config.plugstack) + "\n")
     for name, source in lua_files(config).items():

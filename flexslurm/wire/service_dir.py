@@ -10,6 +10,8 @@ SERVICE_DIR/            0700
   change.lock           held while the service is launched or stopped
   journal.log           what the head decided
   gears.table           a gear for each allocation of the pool
+  measured/             profiles and links that gears are planned with
+  leaves.json           the leaf switch of each node, where Slurm knows any
   logs/                 head, agents, workers
   jobs/                 submitit's files
 """
@@ -57,6 +59,16 @@ class Pilot(msgspec.Struct, frozen=True):
     gpu_type: str
     gpus: int
     nodes: int
+    entry: int = 0
+    """Number of its entry in the service's pool."""
+    walltime_s: float | None = None
+    """What was asked for instead of the entry's walltime."""
+    least_s: float | None = None
+    """The shortest walltime that Slurm may give it instead (--time-min)."""
+    replaces: str = ""
+    """The fragment whose place it takes before that one's walltime ends."""
+    fills_hole: bool = False
+    """A short job in a hole of Slurm's schedule: not submitted again as it was."""
 
 
 class Pilots(msgspec.Struct, frozen=True):
@@ -79,6 +91,8 @@ class ServiceDir:
         self.site = self.path / "site.yaml"
         self.journal = self.path / "journal.log"
         self.gears = self.path / "gears.table"
+        self.measured = self.path / "measured"
+        self.leaves = self.path / "leaves.json"
         self.logs = self.path / "logs"
         self.jobs = self.path / "jobs"
         self._keys = self.path / "keys.json"
@@ -139,6 +153,10 @@ class ServiceDir:
 
     def write_pilots(self, pilots: Pilots) -> None:
         write_atomically(self._pilots, msgspec.json.format(msgspec.json.encode(pilots)))
+
+    def leaf_switches(self) -> dict[str, str]:
+        """The leaf switch of each node; empty where none is known."""
+        return _read(self.leaves, dict[str, str]) or {}
 
     def forget_head(self) -> None:
         """Remove the address of a head that is known to be over, or a damaged one."""
