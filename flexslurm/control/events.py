@@ -35,10 +35,19 @@ class MoveFigures:
     moved_bytes: int = 0
     """KV that left its GPU."""
     transfer_s: float = 0.0
+    """How long pulls ran beside the serving gear."""
+    move_s: float = 0.0
+    """What the worker that pulled for longest spent on it, in the cut-over too."""
     pause_s: float = 0.0
     """From the pause of the old drivers to the first steps of the new ones."""
+    drain_s: float = 0.0
+    """Of the pause: until the old drivers were at a step boundary."""
+    last_move_s: float = 0.0
+    """Of the pause: from there until everything was where it will be."""
     pause_steps: int = 0
     """Steps of the old drivers that were awaited, the longest pipeline's."""
+    kv: tuple[tuple[int, int], ...] = ()
+    """Of each sequence that moved: its old replica's number in the gear, and tokens with KV."""
 
 
 @dataclass(frozen=True, slots=True)

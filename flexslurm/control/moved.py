@@ -46,6 +46,7 @@ def _on_planned(shift: Shift, order: ShiftOrder) -> list[Action]:
     record = {
         "event": "planned", "epoch": shift.epoch, "mode": str(order.mode),
         "evicted": list(order.evicted), "plan": list(order.lines),
+        "transfer_s": round(order.transfer_s, 4), "pause_s": round(order.pause_s, 4),
     }  # fmt: skip
     return [Record(record), *(Say(f"epoch {shift.epoch}: {line}") for line in order.lines)]
 
@@ -58,6 +59,7 @@ def _on_switched(event: Switched, history: Iterable[ShiftReport]) -> list[Action
     record = {
         "event": "switched", "epoch": event.epoch, "moved": figures.moved,
         "recomputed": figures.recomputed, "bytes": figures.moved_bytes,
-        "pause_s": round(figures.pause_s, 4),
+        "pause_s": round(figures.pause_s, 4), "drain_s": round(figures.drain_s, 4),
+        "last_move_s": round(figures.last_move_s, 4), "kv": [list(one) for one in figures.kv],
     }  # fmt: skip
     return [Record(record)]

@@ -63,6 +63,9 @@ class ShiftOrder:
     """KV waits in files from before: it is pulled in the cut-over, whatever the mode."""
     evicted: tuple[str, ...] = ()
     """Sequences that the new gear has no room for: they wait and are recomputed."""
+    transfer_s: float = 0.0
+    """Expected, as is `pause_s`."""
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

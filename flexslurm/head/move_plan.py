@@ -83,6 +83,8 @@ def plan_moves(
         lines=(*plan.lines(), *lines),
         stored=bool(stored),
         evicted=plan.routes.evicted,
+        transfer_s=plan.transfer_s,
+        pause_s=plan.pause_s,
     )
     if mode is not Mode.BESIDE or not going:
         return MovePlan(ask, order, plan)

@@ -36,6 +36,7 @@ from flexslurm.head.moving import (
     OldEnd,
     Tickets,
 )
+from flexslurm.head.pulls import Pulls
 from flexslurm.messages import KvPulled, PullKv
 
 ANSWER_MARGIN_S = 5.0
@@ -68,7 +69,7 @@ class Mover:
         self.failure = ""
         self.settled = False
         self.outbox: list[tuple[str, PullKv]] = []
-        self.moved_bytes = 0
+        self.pulls = Pulls()
         self.rounds = 0
         self._shards, self._settings = shards, settings
         self._timeout_s = settings.pull_timeout_s
@@ -101,7 +102,7 @@ class Mover:
             if answer.ticket in batch.tickets:
                 batch.tickets.discard(answer.ticket)
                 batch.failed.update(answer.failed)
-                self.moved_bytes += answer.moved_bytes
+                self.pulls.add(now, answer)
                 if not batch.tickets:
                     del self._batches[key]
                     self._take_in(batch, self.old[key[0]].view())
@@ -363,6 +364,10 @@ class Mover:
             if computed and not move.gone:
                 found[move.seq_id] = (move.new, computed)
         return found
+
+    def origin(self, seq_id: str) -> int:
+        """The number of the old replica that a sequence comes from."""
+        return self._moves[seq_id].old
 
     def release(self, but: Collection[str] = ()) -> bool:
         """Give back all blocks that nothing fills, except those of `but`.

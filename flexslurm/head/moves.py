@@ -26,7 +26,7 @@ from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
 from flexslurm.head.move_plan import MovePlan, plan_moves, replica_at
 from flexslurm.head.mover import Mover
-from flexslurm.head.moving import MoverPhase, MoverSettings, NewEnd, OldEnd, Tickets
+from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
 from flexslurm.head.parking import Parking
 from flexslurm.head.replicas import Replicas
 from flexslurm.head.under_way import UnderWay
@@ -321,12 +321,10 @@ class Moves:
                     self._broken(key, "a pull into its blocks was not answered")
 
     def _adoptions(self, under: UnderWay) -> dict[str, Adoption]:
-        mover = under.mover
-        if mover is None or mover.phase is not MoverPhase.DONE:
-            return {}
-        found = {}
-        for seq_id, (number, computed) in mover.adoptions().items():
-            at = mover.new[number].at
+        found: dict[str, Adoption] = {}
+        for seq_id, (number, computed) in under.adoptions().items():
+            assert under.mover is not None
+            at = under.mover.new[number].at
             driver = self._replicas.driver(ReplicaKey(at.epoch, at.index))
             if driver is not None:
                 found[seq_id] = Adoption(driver.seat, computed)

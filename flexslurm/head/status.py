@@ -83,6 +83,7 @@ def _moved(report: ShiftReport) -> dict[str, float | str]:
         "sequences_recomputed": figures.recomputed,
         "kv_bytes": figures.moved_bytes,
         "transfer_s": round(figures.transfer_s, 4),
+        "kv_move_s": round(figures.move_s, 4),
         "pause_s": round(figures.pause_s, 4),
         "pause_steps": figures.pause_steps,
     }

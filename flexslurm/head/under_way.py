@@ -36,6 +36,12 @@ class UnderWay:
     began_at: float | None = None
     """When TRANSFER began; None: there is none."""
     paused_at: float | None = None
+    idle_at: float | None = None
+    """When the old drivers were at a step boundary."""
+    moved_at: float | None = None
+    """When everything was where it will be."""
+    came: tuple[tuple[int, int], ...] = ()
+    """Of each sequence that moved: its old replica's number in the gear, and tokens with KV."""
     running: set[str] = field(default_factory=set)
     """Sequences that had KV when they were paused."""
     _steps: dict[ReplicaKey, int] = field(default_factory=dict)
@@ -96,7 +102,11 @@ class UnderWay:
     def _mover_event(self, now: float, probed: bool) -> ShiftEvent | None:
         mover = self.mover
         assert mover is not None
+        if self.paused_at is not None and self.idle_at is None:
+            self.idle_at = now if all(end.idle for end in mover.old) else None
         mover.advance(now)
+        if mover.phase is MoverPhase.DONE and self.moved_at is None:
+            self.moved_at = now
         match mover.phase:
             case MoverPhase.FAILED:
                 return MoveFailed(self.epoch, mover.failure)
@@ -125,11 +135,32 @@ class UnderWay:
         """What came of it; `steps`: how many each old driver had done at its end."""
         again = [seq_id for seq_id in self.running if seq_id not in adopted and alive(seq_id)]
         paused_at = now if self.paused_at is None else self.paused_at
+        idle_at = paused_at if self.idle_at is None else self.idle_at
+        moved_at = idle_at if self.moved_at is None else self.moved_at
         return MoveFigures(
             moved=len(adopted),
             recomputed=len(again),
-            moved_bytes=self.mover.moved_bytes if self.mover is not None else 0,
+            moved_bytes=self.mover.pulls.moved_bytes if self.mover is not None else 0,
             transfer_s=paused_at - self.began_at if self.began_at is not None else 0.0,
+            move_s=self.mover.pulls.longest_s if self.mover is not None else 0.0,
             pause_s=now - paused_at,
+            drain_s=idle_at - paused_at,
+            last_move_s=moved_at - idle_at,
             pause_steps=max((n - self._steps.get(key, n) for key, n in steps.items()), default=0),
+            kv=self.came,
         )
+
+    def adoptions(self) -> dict[str, tuple[int, int]]:
+        """See `Mover.adoptions`; notes where these come from, by numbers of the old gear."""
+        mover, old = self.mover, self.plan.ask.old
+        if mover is None or mover.phase is not MoverPhase.DONE:
+            return {}
+        found = mover.adoptions()
+        numbers = {one.key: n for n, one in old.replicas.items()} if old is not None else {}
+        origins = [(mover.origin(seq_id), computed) for seq_id, (_, computed) in found.items()]
+        self.came = tuple(
+            (numbers[self.keys[end]], computed)
+            for end, computed in origins
+            if end < len(self.keys)  # else it waited in files
+        )
+        return found
