@@ -121,6 +121,8 @@ class Record:
     """Write this to the journal, on disk before the actions after it."""
 
     record: dict[str, Any]
+    sync: bool = True
+    """False: nothing hangs on it, and it is on disk with the next that is awaited."""
 
 
 @dataclass(frozen=True, slots=True)

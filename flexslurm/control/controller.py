@@ -45,8 +45,8 @@ class Effects(Protocol):
 
     def send(self, member: str, message: Message) -> bool: ...
 
-    def record(self, record: dict[str, Any]) -> None:
-        """On disk when it returns."""
+    def record(self, record: dict[str, Any], *, sync: bool = True) -> None:
+        """On disk when it returns, with `sync`."""
         ...
 
     def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
@@ -106,8 +106,8 @@ class Controller:
                 if not self._effects.send(to, message):
                     log.debug("%s is not connected: %s not sent", to, type(message).__name__)
                     self.take(Unreachable(to))
-            case Record(record):
-                self._effects.record(record)
+            case Record(record, sync):
+                self._effects.record(record, sync=sync)
             case Detach(replicas, reason):
                 self._effects.detach(replicas, reason)
             case MeetEpoch(epoch):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flexslurm.control import reasons
 from flexslurm.control.horizon import Leg, Outlook, expected_tokens
 from flexslurm.control.trends import Window, corrected
 from flexslurm.gear import Gear, NoGear
@@ -65,6 +66,8 @@ class Observation:
     """What was measured, the latest window first; None: nothing is being measured."""
     corrections: Mapping[str, float] = field(default_factory=dict)
     """Measured over estimated tokens per second, by gear."""
+    first: bool = False
+    """No gear has served yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +111,18 @@ def decide(seen: Observation, settings: PolicySettings) -> Decision:
 
 
 def _forced_by_loss(seen: Observation, settings: PolicySettings) -> Decision:
-    why = f"lost {', '.join(seen.lost)}" if seen.lost else "no gear is installed"
+    why = f"lost {', '.join(seen.lost)}" if seen.lost else "nothing serves"
     chosen = _pick(seen, settings)
+    if seen.first:
+        why = "the first gear" if chosen is not None else "waiting for GPUs that hold the model"
     if chosen is not None:
-        words = f"{why}: {chosen.gear.name} fits what is left"
-        return Decision(chosen.gear, words + _which(chosen, settings))
+        words = f"{why}: {chosen.gear.name} fits {'what is here' if seen.first else 'what is left'}"
+        return Decision(chosen.gear, words + _which(chosen, seen, settings))
     late = seen.best_with_leaving
     if isinstance(late, Gear) and settings.allows(late):
         return Decision(late, f"{why}: {late.name} fits what is left with leaving GPUs")
-    return Decision(None, f"{why}, and nothing fits what is left: {_why_not(seen, settings)}")
+    what = "" if seen.first else ", and nothing fits what is left"
+    return Decision(None, f"{why}{what}: {_why_not(seen, settings)}")
 
 
 def _forced_by_notice(seen: Observation, settings: PolicySettings) -> Decision:
@@ -124,7 +130,7 @@ def _forced_by_notice(seen: Observation, settings: PolicySettings) -> Decision:
     chosen = _pick(seen, settings)
     if chosen is not None:
         words = f"{who} must leave: {chosen.gear.name} fits the rest"
-        return Decision(chosen.gear, words + _which(chosen, settings))
+        return Decision(chosen.gear, words + _which(chosen, seen, settings))
     return Decision(
         None,
         f"{who} must leave, and nothing fits without: serving until then "
@@ -143,23 +149,15 @@ def _pick(seen: Observation, settings: PolicySettings) -> Option | None:
     return max(chosen, key=lambda o: _shifted(o, seen, settings, horizon, None))
 
 
-def _which(chosen: Option, settings: PolicySettings) -> str:
+def _which(chosen: Option, seen: Observation, settings: PolicySettings) -> str:
     """What else there is to say of a gear that is taken."""
-    words = ""
+    rate = _useful(seen, None)(chosen.gear)
+    words = f" ({rate:.0f} tokens/s{reasons.risk(chosen.outlook, settings.eviction_risk_weight)})"
     if chosen.gear.name == settings.default_plan:
         words += " and is the default plan"
     elif chosen.gear.name == settings.fallback_plan:
         words += " and is the fallback plan"
-    return words + _evicted(chosen.price)
-
-
-def _evicted(price: ShiftPrice) -> str:
-    count = len(price.evicted)
-    if not count:
-        return ""
-    some = ", ".join(price.evicted[:3]) + (", …" if count > 3 else "")
-    one = "sequence does" if count == 1 else "sequences do"
-    return f"; {count} {one} not fit in it and will be recomputed ({some})"
+    return words + reasons.evicted(chosen.price.evicted)
 
 
 def _why_not(seen: Observation, settings: PolicySettings) -> str:
@@ -206,9 +204,12 @@ class _Weighed:
 def _optional(seen: Observation, current: Gear, settings: PolicySettings) -> Decision:
     """Whether another gear is worth the shift; asked again with every window."""
     found = _for_gain(seen, current, settings)
-    if seen.windows is None or found.gear is not None or found.look_again_s is not None:
+    if seen.windows is None:
         return found
-    return Decision(None, found.reason, settings.window_s)
+    estimate = current.estimates.tokens_per_s
+    words = found.reason + reasons.measured(seen.windows, settings.window_s, estimate)
+    again_s = settings.window_s if found.gear is None else None
+    return Decision(found.gear, words, found.look_again_s or again_s)
 
 
 def _for_gain(seen: Observation, current: Gear, settings: PolicySettings) -> Decision:
@@ -245,7 +246,7 @@ def _for_new_gpus(
 ) -> Decision:
     """Other GPUs than before: what they can do counts, whatever the load was."""
     weighed = _weigh(seen, current, settings, options, horizon, None)
-    words = _compared(weighed, current, horizon)
+    words = _compared(weighed, current, horizon, seen, settings)
     if not weighed.enough(settings.migration_benefit_ratio):
         return Decision(None, f"{words}, below the benefit ratio of {_ratio(settings)}")
     return _unless_too_early(seen, settings, weighed.option, words)
@@ -261,7 +262,7 @@ def _for_load(
     """The same GPUs: only a gain in useful tokens counts, in two windows running."""
     windows: tuple[Window | None, ...] = (seen.windows or ())[:2] or (None,)
     weighed = [_weigh(seen, current, settings, options, horizon, window) for window in windows]
-    words = _compared(weighed[0], current, horizon)
+    words = _compared(weighed[0], current, horizon, seen, settings)
     good = [one.enough(settings.migration_benefit_ratio) for one in weighed]
     if not good[0]:
         return Decision(None, f"{words}, below the benefit ratio of {_ratio(settings)}")
@@ -279,7 +280,7 @@ def _unless_too_early(
     if seen.since_shift_s is not None and seen.since_shift_s < settings.min_action_gap_s:
         wait = settings.min_action_gap_s - seen.since_shift_s
         return Decision(None, f"{words}: {wait:.0f} s too early", wait)
-    return Decision(option.gear, words + _evicted(option.price))
+    return Decision(option.gear, words + reasons.evicted(option.price.evicted))
 
 
 def _weigh(
@@ -343,21 +344,21 @@ def _weighted(outlook: Outlook, settings: PolicySettings) -> Outlook:
 # ------------------------------------------------------------------------------------- words
 
 
-def _compared(weighed: _Weighed, current: Gear, horizon: float) -> str:
-    option = weighed.option
+def _compared(
+    weighed: _Weighed, current: Gear, horizon: float, seen: Observation, settings: PolicySettings
+) -> str:
+    option, weight = weighed.option, settings.eviction_risk_weight
     course = f"{weighed.rate:.0f} tokens/s"
     if option.price.seconds > 0:
         during = min(option.price.tokens_per_s, weighed.rate)
-        course = f"{during:.0f} tokens/s for {_time(option.price.seconds)}, then {course}"
+        slow_s = reasons.duration(option.price.seconds)
+        course = f"{during:.0f} tokens/s for {slow_s}, then {course}"
     return (
         f"{option.gear.name} is estimated at {weighed.ratio:.2f} times {current.name}: "
-        f"{weighed.shift:,.0f} tokens in the next {_time(horizon)} ({course}) against "
-        f"{weighed.stay:,.0f} ({weighed.stay_rate:.0f} tokens/s)"
+        f"{weighed.shift:,.0f} tokens in the next {reasons.duration(horizon)} "
+        f"({course}{reasons.risk(option.outlook, weight)}) against {weighed.stay:,.0f} "
+        f"({weighed.stay_rate:.0f} tokens/s{reasons.risk(seen.outlook, weight)})"
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.3g} s"
 
 
 def _ratio(settings: PolicySettings) -> str:

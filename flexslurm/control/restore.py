@@ -17,6 +17,9 @@ class Memory:
         self.epoch = 0
         """The highest there was."""
         self.cordoned: set[str] = set()
+        self.draining: set[str] = set()
+        self.lives: dict[str, tuple[float, float]] = {}
+        """Seconds watched and losses of pilots, by kind."""
         self.open_requests: dict[str, Mapping[str, Any]] = {}
         """Accepted and not ended, by sequence."""
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
@@ -30,6 +33,10 @@ class Memory:
             case "remembered":
                 self.epoch = max(self.epoch, int(record["epoch"]))
                 self.cordoned = set(record["cordoned"])
+                self.draining = set(record.get("draining", ()))
+            case "lives":
+                kinds = record["kinds"]
+                self.lives = {k: (float(watched), float(n)) for k, (watched, n) in kinds.items()}
             case _:
                 self._decisions.append(record)
                 self._decided(record)
@@ -41,13 +48,18 @@ class Memory:
             case "cordon":
                 fragment = str(record["fragment"])
                 (self.cordoned.add if record["cordon"] else self.cordoned.discard)(fragment)
+                drain = record["cordon"] and record.get("drain", False)
+                (self.draining.add if drain else self.draining.discard)(fragment)
 
     def records(self) -> Iterable[dict[str, Any]]:
         """Few records that give this memory again."""
         if self.epoch or self.cordoned:
             yield {
-                "event": "remembered", "epoch": self.epoch, "cordoned": sorted(self.cordoned)
+                "event": "remembered", "epoch": self.epoch, "cordoned": sorted(self.cordoned),
+                "draining": sorted(self.draining),
             }  # fmt: skip
+        if self.lives:
+            yield {"event": "lives", "kinds": {k: list(v) for k, v in self.lives.items()}}
         yield from self._decisions
         for record in self.open_requests.values():
             yield dict(record)

@@ -7,14 +7,18 @@ side and not overlapping.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, floor
+
+from flexslurm.control.spread import Spread
 
 HEADROOM = 0.7
 """A gear carries a load when the load's P95 is at most this share of what the gear can do."""
 BUSY = 0.9
-"""A service whose replicas compute this share of the time is taken to be saturated."""
+"""Replicas that compute this share of the time have no time left."""
+FULL = 0.5
+"""Replicas with this share of their places taken do about what they can: estimates are of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,29 @@ class Sample:
     waiting: int
     """At the end of the interval."""
     busy: float = 1.0
-    """Share of the interval in which some step was in flight."""
+    """Share of the interval in which the replicas had something to do."""
+    full: float = 1.0
+    """Share of the replicas' places that were taken at the end."""
+    arrived: int = 0
+    """Sequences accepted in the interval."""
+    ended: int = 0
+    """Sequences that came to their end in it."""
+    ended_tokens: int = 0
+    """Tokens of those, all together."""
+    ttft: Spread = field(default_factory=Spread)
+    """From acceptance to the first token, of sequences that got it in the interval."""
+    tpot: Spread = field(default_factory=Spread)
+    """Per token after the first, of sequences that ended in it."""
+    replicas: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second of each replica, by its key."""
+
+    @property
+    def pressed(self) -> bool:
+        """Whether more would have been done by a faster gear.
+
+        A lone stream keeps a replica busy too, but says nothing of what the replica can do.
+        """
+        return self.waiting >= 1 or (self.busy >= BUSY and self.full >= FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +68,32 @@ class Window:
     waiting: float
     p95_waiting: float
     busy: float
+    pressed: float
+    """Share of the samples that were."""
     samples: int
+    seconds: float
+    """What the samples span."""
+    arrived: int = 0
+    ended: int = 0
+    ended_tokens: int = 0
+    ttft: Spread = field(default_factory=Spread)
+    tpot: Spread = field(default_factory=Spread)
+    replicas: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def saturated(self) -> bool:
-        """Whether more would have been done by a faster gear: then the load has no known bound."""
-        return self.waiting >= 1.0 or self.busy >= BUSY
+        """Whether the load was beyond the gear for most of the time: then it has no known bound.
+
+        Most of the time: a blip in the middle of two windows saturates neither.
+        """
+        return self.pressed > 0.5
+
+    @property
+    def offered_tokens_per_s(self) -> float | None:
+        """What comes in: arrivals times the length of answers; None where no answer ended."""
+        if not self.ended or self.seconds <= 0:
+            return None
+        return self.arrived / self.seconds * self.ended_tokens / self.ended
 
     @property
     def demand_tokens_per_s(self) -> float | None:
@@ -74,21 +120,22 @@ class Trends:
     def windows(self, now: float) -> tuple[Window, ...]:
         """The last whole window and the one before it, the latest first; fewer while it is early.
 
-        A window counts as whole when its samples miss at most one interval of it.
+        A window counts as whole when its samples miss at most one interval of it, or a tenth.
         """
+        wanted = floor(self.window_s / self.interval_s + 1e-9)
         found: list[Window] = []
         for number in range(2):
             stop = now - number * self.window_s
             start = stop - self.window_s
             inside = [s for s in self._samples if start < s.at_s <= stop]
-            if len(inside) + 1 < self.window_s / self.interval_s:
+            if len(inside) + max(wanted // 10, 1) < wanted or not inside:
                 break
-            found.append(summary(inside))
+            found.append(summary(inside, self.interval_s))
         return tuple(found)
 
 
-def summary(samples: Iterable[Sample]) -> Window:
-    """Averages and P95 of some samples; at least one."""
+def summary(samples: Iterable[Sample], interval_s: float = 10.0) -> Window:
+    """Averages and P95 of some samples, each of one interval; at least one."""
     found = list(samples)
     count = len(found)
     assert count, "a window without samples"
@@ -99,8 +146,22 @@ def summary(samples: Iterable[Sample]) -> Window:
         waiting=sum(s.waiting for s in found) / count,
         p95_waiting=p95(s.waiting for s in found),
         busy=sum(s.busy for s in found) / count,
+        pressed=sum(s.pressed for s in found) / count,
         samples=count,
+        seconds=count * interval_s,
+        arrived=sum(s.arrived for s in found),
+        ended=sum(s.ended for s in found),
+        ended_tokens=sum(s.ended_tokens for s in found),
+        ttft=Spread.joined(s.ttft for s in found),
+        tpot=Spread.joined(s.tpot for s in found),
+        replicas=_each(found),
     )
+
+
+def _each(samples: Sequence[Sample]) -> dict[str, float]:
+    keys = {key for sample in samples for key in sample.replicas}
+    count = len(samples)
+    return {k: sum(s.replicas.get(k, 0.0) for s in samples) / count for k in sorted(keys)}
 
 
 def p95(values: Iterable[float]) -> float:

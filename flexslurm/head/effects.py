@@ -112,10 +112,10 @@ class HeadEffects:
     def send(self, member: str, message: Message) -> bool:
         return self._socket is not None and self._socket.send(member, message)
 
-    def record(self, record: dict[str, Any]) -> None:
+    def record(self, record: dict[str, Any], *, sync: bool = True) -> None:
         """Raises EnvironmentFault: what cannot be recorded must not be done."""
         try:
-            self._journal.append({**record, "at": round(time.time(), 3)})
+            self._journal.append({**record, "at": round(time.time(), 3)}, sync=sync)
         except OSError as error:
             raise unwritable(self._journal.path, error) from error
 

@@ -88,7 +88,7 @@ def test_a_loss_forces_a_shift_whatever_the_gap() -> None:
     decision = decide(case, SETTINGS)
     assert decision.gear is not None
     assert decision.gear.name == "rest"
-    assert decision.reason == "lost p2: rest fits what is left"
+    assert decision.reason == "lost p2: rest fits what is left (100 tokens/s)"
 
 
 def test_without_a_gear_what_fits_is_taken_with_leaving_gpus_too() -> None:

@@ -1,0 +1,54 @@
+"""Figures of a decision in words; pure, and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexslurm.control.horizon import Outlook
+from flexslurm.control.trends import Window
+
+_NAMED = 3
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.3g} s"
+
+
+def evicted(sequences: Sequence[str]) -> str:
+    """What is recomputed for lack of room; begins with a semicolon, or is empty."""
+    count = len(sequences)
+    if not count:
+        return ""
+    some = ", ".join(sequences[:_NAMED]) + (", …" if count > _NAMED else "")
+    one = "sequence does" if count == 1 else "sequences do"
+    return f"; {count} {one} not fit in it and will be recomputed ({some})"
+
+
+def risk(outlook: Outlook, weight: float) -> str:
+    """What may come of a gear's members; begins with a comma, or is empty."""
+    words = ""
+    if outlook.hazard_per_s * weight > 0:
+        words = (
+            f", a loss every {duration(1 / outlook.hazard_per_s)} or so counted in by {weight:g}"
+        )
+    return words
+
+
+def measured(windows: Sequence[Window], window_s: float, estimate: float) -> str:
+    """What the last window showed of the gear that serves; begins with a semicolon, or is empty.
+
+    `estimate`: of that gear, in tokens per second.
+    """
+    if not windows:
+        return ""
+    last = windows[0]
+    words = (
+        f"; measured over {duration(window_s)}: {last.tokens_per_s:.0f} tokens/s "
+        f"(P95 {last.p95_tokens_per_s:.0f}), {last.waiting:.1f} sequences waiting"
+    )
+    if last.saturated and estimate > 0:
+        words += f", saturated, {last.tokens_per_s / estimate:.2f} times the estimate"
+    for name, spread in (("TTFT", last.ttft), ("TPOT", last.tpot)):
+        if spread.p95_s is not None:
+            words += f", {name} P95 {spread.p95_s:.2g} s"
+    return words
