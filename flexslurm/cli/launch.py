@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class LaunchPlan:
     """For each pilot: the gear that is left when Slurm takes it."""
     pilots: tuple[tuple[Pilot, PilotSpec], ...]
     head: HeadSpec
-    facts: LaunchFacts = LaunchFacts()
+    facts: LaunchFacts = field(default_factory=LaunchFacts)
     """What the head plans and places with, besides the two files."""
     table: bytes | None = None
     """The gear table to write; None: the one that is there holds."""

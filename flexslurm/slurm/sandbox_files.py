@@ -129,18 +129,20 @@ def slurm_conf(
         "EpilogMsgTime=0",
         "GresTypes=gpu",
     ]
-    if config.plugstack:
-        lines.append(f"PlugStackConfig={layout.plugstack}")
-    if config.job_submit_lua is not None:
-        lines.append("JobSubmitPlugins=lua")
-    if config.cli_filter_lua is not None:
-        lines.append("CliFilterPlugins=cli_filter/lua")
-    if config.switches:
-        lines.append("TopologyPlugin=topology/tree")
-    lines += config.slurm_conf
+    lines += [*_plugin_lines(config, layout), *config.slurm_conf]
     lines += [_node_line(config, group, ports, host, network) for group in config.nodes]
     lines += [_partition_line(config, name) for name in config.partitions]
     return "\n".join(lines) + "\n"
+
+
+def _plugin_lines(config: SandboxConfig, layout: Layout) -> list[str]:
+    asked = {
+        f"PlugStackConfig={layout.plugstack}": bool(config.plugstack),
+        "JobSubmitPlugins=lua": config.job_submit_lua is not None,
+        "CliFilterPlugins=cli_filter/lua": config.cli_filter_lua is not None,
+        "TopologyPlugin=topology/tree": bool(config.switches),
+    }
+    return [line for line, wanted in asked.items() if wanted]
 
 
 def _node_line(

@@ -9,6 +9,7 @@ import yaml
 
 from flexslurm.config.units import COMPUTE, RATE, SIZE, TIME
 from flexslurm.slurm.sandbox_config import SandboxConfig, SandboxGpu, SandboxPartition
+from flexslurm.slurm.sandbox_network import INTERFACE
 
 _HEADER = "# The cluster that `flexslurm sandbox up` brings up, with virtual GPUs.\n"
 
@@ -26,8 +27,11 @@ def site_yaml(config: SandboxConfig, conf: Path | None) -> str:
             name: _partition(config, partition) for name, partition in config.partitions.items()
         },
         "head": {"cpus": 2, "memory": "1GiB"},
-        # all nodes are this machine
-        "network": {"interface": "lo", "node_link": {"bandwidth": "1GB/s", "latency": "50us"}},
+        # without namespaces all nodes are this machine
+        "network": {
+            "interface": "lo" if config.network == "host" else INTERFACE,
+            "node_link": {"bandwidth": "1GB/s", "latency": "50us"},
+        },
     }
     if config.head_partition is not None:
         data["head"]["partition"] = config.head_partition
