@@ -28,7 +28,7 @@ from flexslurm.engine.layout import GRAIN
 from flexslurm.engine.shard import Part, ShardSpec, read_spec, tie_head
 from flexslurm.engine.stage_model import StageModel, fresh_rotary, load_config, meta_stage
 from flexslurm.engine.weight_store import WeightStore, WeightView
-from flexslurm.engine.weights import FileSource, Need, Progress, WeightFiller
+from flexslurm.engine.weights import FileSource, Filled, Need, Progress, WeightFiller
 from flexslurm.errors import CapacityError, ModelError
 from flexslurm.planner.model_spec import aligned
 
@@ -58,7 +58,7 @@ class Stage:
 
     def __init__(
         self, plan: StagePlan, info: ModelInfo, arena: Arena, engine: Any, spec: ShardSpec,
-        store: KvStore, kept_bytes: int, moved_bytes: int,
+        store: KvStore, kept_bytes: int, filled: Filled,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.info = info
@@ -75,8 +75,8 @@ class Stage:
         """What its pages take when every block is in use."""
         self.kept_bytes = kept_bytes
         """Of the weights, what was on this GPU already."""
-        self.moved_bytes = moved_bytes
-        """Of the weights, what came from other workers."""
+        self.filled = filled
+        """Where the other weights came from."""
         self._arena = arena
         self._engine = engine
 
@@ -199,7 +199,7 @@ def _build(
         kept = sum(view.piece.nbytes for _, view in views if not view.fresh)
         built = True
         kept += filled.copied_bytes
-        return Stage(plan, info, arena, engine, spec, store, kept, filled.moved_bytes)
+        return Stage(plan, info, arena, engine, spec, store, kept, filled)
     finally:
         if not built:
             _let_go(arena, plan.epoch, store)

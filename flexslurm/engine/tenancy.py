@@ -165,7 +165,7 @@ class Tenancy:
             kv_blocks=stage.plan.kv_blocks,
             load_s=loaded - formed,
             groups_s=formed - began,
-            moved_bytes=stage.moved_bytes,
+            moved_bytes=stage.filled.moved_bytes,
             kept_bytes=stage.kept_bytes,
         )
 

@@ -96,7 +96,7 @@ class PeerFiller:
     ) -> None:
         self._files, self._arena, self._peers = files, arena, peers
         self._fetcher, self._cancel = fetcher, cancel
-        self._copied = self._moved = 0
+        self._copied = self._moved = self._read = 0
 
     def check(self, spec: ShardSpec) -> None:
         self._files.check(spec)
@@ -117,11 +117,13 @@ class PeerFiller:
                 for need in needs
             }
             self._from_here(weights, todo, tally)
+            began = time.monotonic()
             self._from_peers(todo, tally)
             self._from_files(todo, tally)
+            move_s = time.monotonic() - began
         for need in needs:
             weights.filled(need.view)
-        return Filled(copied_bytes=self._copied, moved_bytes=self._moved)
+        return Filled(self._copied, self._moved, self._read, move_s)
 
     # ----------------------------------------------------------------------- on this GPU
 
@@ -263,5 +265,6 @@ class PeerFiller:
             for lo, hi in one.left:
                 out = one.need.shaped(one.raw, lo, hi)
                 for nbytes in self._files.read(one.need.part, one.need.piece.dim, lo, hi, out):
+                    self._read += nbytes
                     tally.add(nbytes)
                     tally.tell()

@@ -5,6 +5,7 @@ Where the bytes come from is behind `WeightFiller`: safetensors files here, peer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -51,12 +52,16 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the bytes of newly taken weights came from, files left out."""
+    """Where the bytes of newly taken weights came from."""
 
     copied_bytes: int = 0
     """From elsewhere on this GPU."""
     moved_bytes: int = 0
     """From other workers."""
+    read_bytes: int = 0
+    """From files."""
+    move_s: float = 0.0
+    """How long what came from other workers and from files took."""
 
 
 class WeightFiller(Protocol):
@@ -100,7 +105,7 @@ class FileSource:
         self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None
     ) -> Filled:
         total = sum(need.piece.nbytes for need in needs)
-        done = 0
+        done, began = 0, time.monotonic()
         for need in needs:
             piece = need.piece
             with weights.filling(need.view) as raw:
@@ -110,7 +115,7 @@ class FileSource:
                     if progress is not None:
                         progress("weights", done, total)
             weights.filled(need.view)
-        return Filled()
+        return Filled(read_bytes=total, move_s=time.monotonic() - began)
 
     def read(self, part: Part, dim: int, lo: int, hi: int, out: torch.Tensor) -> Iterator[int]:
         """Copy `[lo, hi)` along `dim` of a tensor into `out` (any strides and dtype).
