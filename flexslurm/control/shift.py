@@ -36,6 +36,7 @@ from flexslurm.control.actions import (
     ForgetEpoch,
     MeetEpoch,
     ParkAll,
+    Record,
     Send,
 )
 from flexslurm.control.holdings import Holdings
@@ -308,7 +309,9 @@ class Shift:
     def _cut_over(self, now: float, actions: list[Action]) -> None:
         bound_s = self.settings.cutover_timeout_s
         self.enter(Phase.CUTOVER, now, bound_s)
-        actions.append(BeginCutover(self.epoch, bound_s))
+        # What is about to serve is on disk before anything pauses.
+        record = Record({"event": "cutover", "epoch": self.epoch})
+        actions += [record, BeginCutover(self.epoch, bound_s)]
 
     def _bound(self, seconds: float, members: Members, now: float) -> float:
         """So long, or until members of what goes must leave, less what the rest takes."""

@@ -356,8 +356,10 @@ class Control:
             assert one is not None, f"{key} serves and is not in place"
             retires += self.holdings.close(now, key.epoch, one.workers)
         self._aftermath.replaced(shift.epoch)
+        record = {"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}
+        # A cut-over is on disk since before its pause, and streams wait for nothing that is not.
         return [
-            Record({"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}),
+            Record(record, sync=Phase.CUTOVER not in shift.times),
             SwitchOver(shift.epoch, self.current, dict(shift.target), closed),
             *retires,  # after the new drivers are open: closing is no part of the pause
             *self._forget(closed),
