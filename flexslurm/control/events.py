@@ -47,7 +47,7 @@ class MoveFigures:
     pause_steps: int = 0
     """Steps of the old drivers that were awaited, the longest pipeline's."""
     kv: tuple[tuple[int, int], ...] = ()
-    """Of each sequence that moved: its old replica's number in the gear, and tokens with KV."""
+    """Of each sequence that kept its KV: its old replica's number in the gear, and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

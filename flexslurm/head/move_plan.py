@@ -103,20 +103,7 @@ def _facts(
     old = [one for _, one in sorted(ask.old.replicas.items())]
     new = [one for _, one in sorted(ask.new.replicas.items())]
     number = {one.key: n for n, one in enumerate(old)}
-    live = tuple(
-        LiveKv(
-            seq_id=kv.seq_id,
-            replica=number[key],
-            blocks=max(blocks_for(kv.computed, shards.block_tokens), 1),
-            tokens=kv.computed,
-            arrival=kv.arrival,
-            context=kv.most_tokens,
-        )
-        for key, sequences in running.items()
-        if key in number
-        for kv in sequences
-        if kv.computed
-    )
+    live = live_kv(shards.block_tokens, number, running)
     return ShiftFacts(
         old=tuple(map(replica_at, old)),
         new=tuple(map(replica_at, new)),
@@ -126,6 +113,28 @@ def _facts(
         leaving_s=dict(ask.leaving_s),
         rates=rates,
         step_s=step_s,
+    )
+
+
+def live_kv(
+    block_tokens: int,
+    number: Mapping[ReplicaKey, int],
+    running: Mapping[ReplicaKey, list[RunningKv]],
+) -> tuple[LiveKv, ...]:
+    """The sequences that have KV, each with the number of its replica; others are left out."""
+    return tuple(
+        LiveKv(
+            seq_id=kv.seq_id,
+            replica=number[key],
+            blocks=max(blocks_for(kv.computed, block_tokens), 1),
+            tokens=kv.computed,
+            arrival=kv.arrival,
+            context=kv.most_tokens,
+        )
+        for key, sequences in running.items()
+        if key in number
+        for kv in sequences
+        if kv.computed
     )
 
 

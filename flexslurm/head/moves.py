@@ -17,14 +17,15 @@ from flexslurm.control.events import (
     ShiftPlanned,
     Switched,
 )
-from flexslurm.control.installed import ReplicaKey
+from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.ownership import ShardMap
+from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.gear import Gear
 from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
-from flexslurm.head.move_plan import MovePlan, plan_moves, replica_at
+from flexslurm.head.move_plan import MovePlan, live_kv, plan_moves, replica_at
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
 from flexslurm.head.parking import Parking
@@ -129,6 +130,12 @@ class Moves:
             evicted=found.plan.routes.evicted,
         )
 
+    def live(self, current: InstalledGear) -> tuple[LiveKv, ...]:
+        """Whose KV the replicas of a gear hold now, by their numbers in it."""
+        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
+        numbers = {one.key: number for number, one in current.replicas.items()}
+        return live_kv(self._planner.shards.block_tokens, numbers, running)
+
     def _rate(self, ask: PlanShift) -> float:
         """Tokens per second of what serves, as estimated."""
         return 0.0 if ask.old is None else ask.old.gear.estimates.tokens_per_s
@@ -184,6 +191,7 @@ class Moves:
             self._replicas.switch(opened, switch.closed, {}, speeds)
             return Switched(switch.epoch, MoveFigures())
         counts = {key: self._replicas.open[key].step_times.count for key in switch.closed}
+        under.stay(self.live(switch.gear))
         adopted = self._replicas.switch(opened, switch.closed, self._adoptions(under), speeds)
         self._bound_new(switch.epoch, under)
         self._unpark(under)

@@ -18,6 +18,7 @@ from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
+from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature, Slot, slots
@@ -67,6 +68,8 @@ class ServicePlanner:
         self.book = GearBook(ask)
         self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
         self.parked_by: Callable[[InstalledGear], float | None] | None = None
+        self.lived_by: Callable[[InstalledGear], Sequence[LiveKv]] | None = None
+        """Whose KV a gear holds now: placements keep as much of it where it is as they can."""
 
     # ------------------------------------------------------------------------------ planning
 
@@ -144,7 +147,8 @@ class ServicePlanner:
         hangs_on = {
             a.id: self._leaves[a.hello.node] for a in agents if a.hello.node in self._leaves
         }
-        placed = place_gear(self.shards, gear, nodes, before, leaves=hangs_on)
+        live = self.lived_by(current) if self.lived_by is not None and current is not None else ()
+        placed = place_gear(self.shards, gear, nodes, before, live, leaves=hangs_on)
         return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
 
     def rates(self, gpu_types: Iterable[str]) -> LinkRates:

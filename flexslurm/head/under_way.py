@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flexslurm.control.events import (
@@ -14,6 +14,7 @@ from flexslurm.control.events import (
     Transferred,
 )
 from flexslurm.control.installed import ReplicaKey
+from flexslurm.engine.routing import LiveKv
 from flexslurm.head.move_plan import MovePlan
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverPhase, OldEnd
@@ -42,6 +43,8 @@ class UnderWay:
     """When everything was where it will be."""
     came: tuple[tuple[int, int], ...] = ()
     """Of each sequence that moved: its old replica's number in the gear, and tokens with KV."""
+    stayed: tuple[tuple[int, int], ...] = ()
+    """The same of sequences that go on where they are."""
     running: set[str] = field(default_factory=set)
     """Sequences that had KV when they were paused."""
     _steps: dict[ReplicaKey, int] = field(default_factory=dict)
@@ -87,6 +90,8 @@ class UnderWay:
 
     def progress(self, now: float, *, probed: bool) -> ShiftEvent | None:
         """Go on; what the controller is to hear of it, each thing once."""
+        if self.paused_at is not None and self.idle_at is None:
+            self.idle_at = now if all(end.idle for end in self.old) else None
         event = self._parking_event() if self.mover is None else self._mover_event(now, probed)
         if event is None or type(event) in self._told:
             return None
@@ -102,8 +107,6 @@ class UnderWay:
     def _mover_event(self, now: float, probed: bool) -> ShiftEvent | None:
         mover = self.mover
         assert mover is not None
-        if self.paused_at is not None and self.idle_at is None:
-            self.idle_at = now if all(end.idle for end in mover.old) else None
         mover.advance(now)
         if mover.phase is MoverPhase.DONE and self.moved_at is None:
             self.moved_at = now
@@ -147,7 +150,17 @@ class UnderWay:
             drain_s=idle_at - paused_at,
             last_move_s=moved_at - idle_at,
             pause_steps=max((n - self._steps.get(key, n) for key, n in steps.items()), default=0),
-            kv=self.came,
+            kv=(*self.stayed, *self.came),
+        )
+
+    def stay(self, live: Iterable[LiveKv]) -> None:
+        """What goes on where it is, in the new gear's replicas that were there before."""
+        old, new = self.plan.ask.old, self.plan.ask.new
+        before = {one.key: n for n, one in old.replicas.items()} if old is not None else {}
+        self.stayed = tuple(
+            (before[key], kv.tokens)
+            for kv in live
+            if (key := new.replicas[kv.replica].key) in before
         )
 
     def adoptions(self) -> dict[str, tuple[int, int]]:
