@@ -22,7 +22,7 @@ from flexslurm.cli.demo_cluster import DemoCluster, wait_for
 from flexslurm.cli.demo_streams import StreamRun, open_streams, questions
 from flexslurm.cli.show import picture
 from flexslurm.errors import FlexslurmError, ServiceError
-from flexslurm.messages import StatusAnswer
+from flexslurm.messages import ServiceState, StatusAnswer
 from flexslurm.wire.service_dir import ServiceDir
 
 STREAMS = 6
@@ -163,7 +163,7 @@ class Story:
 
         def shifted() -> bool:
             answer = _try_status(directory)
-            if answer is None or answer.state != "serving" or answer.epoch <= epoch:
+            if answer is None or answer.state != ServiceState.SERVING or answer.epoch <= epoch:
                 return False
             answers.append(answer)
             return True
@@ -191,7 +191,7 @@ class Story:
 
         def back() -> bool:
             answer = _try_status(directory)
-            if answer is None or answer.gear is None or answer.state != "serving":
+            if answer is None or answer.gear is None or answer.state != ServiceState.SERVING:
                 return False
             answers.append(answer)
             assert before.gear is not None

@@ -25,7 +25,7 @@ from flexslurm.errors import (
     ServiceUnreachable,
 )
 from flexslurm.gear import Gear, NoGear, Signature
-from flexslurm.messages import StatusAnswer
+from flexslurm.messages import ServiceState, StatusAnswer
 from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 if TYPE_CHECKING:
@@ -241,9 +241,9 @@ def wait_until_serving(
             _watch_jobs(plan, told, say)
         else:
             _tell_changes(answer, told, say)
-            if answer.state == "serving":
+            if answer.state == ServiceState.SERVING:
                 return answer
-            if answer.state == "failed":
+            if answer.state == ServiceState.FAILED:
                 raise ServiceError(f"the service cannot come up: {answer.reason}")
         sleep(_POLL_S)
     raise DeadlineExceeded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings, ShiftOrder
@@ -172,15 +171,6 @@ class ControlSettings:
     """Wait this long after a loss: what dies with it is often told next."""
     max_failures: int = 3
     """Installs that may fail on one agent before it is left out."""
-
-
-class ServiceState(StrEnum):
-    STARTING = "starting"
-    SERVING = "serving"
-    SHIFTING = "shifting"
-    WAITING = "waiting"
-    FAILED = "failed"
-    """The model cannot be installed anywhere; an operator must act."""
 
 
 @dataclass(slots=True)

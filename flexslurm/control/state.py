@@ -32,7 +32,6 @@ from flexslurm.control.events import (
     Parked,
     ParkedAway,
     ReplicaBroken,
-    ServiceState,
     ShiftPlanned,
     ShiftReport,
     ShiftWanted,
@@ -63,7 +62,7 @@ from flexslurm.control.roll import (
 from flexslurm.control.shift import Shift
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Slot
-from flexslurm.messages import Installed, InstallFailed, Message, Retired
+from flexslurm.messages import Installed, InstallFailed, Message, Retired, ServiceState
 
 
 @dataclass(slots=True)

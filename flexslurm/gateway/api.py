@@ -35,8 +35,9 @@ from flexslurm.gateway.schemas import (
 from flexslurm.gateway.streaming import Answer, Lifecycle, Session
 from flexslurm.gateway.text import TextModel
 from flexslurm.gateway.translate import Plan, Tokens
+from flexslurm.messages import ServiceState
 
-READY_STATES = frozenset({"serving", "shifting"})
+READY_STATES = frozenset({ServiceState.SERVING, ServiceState.SHIFTING})
 
 
 def create_app(
@@ -261,7 +262,7 @@ class Gateway:
         """HTTP status and body: 200 while requests are answered, also during a shift."""
         now = self.generator.serving()
         stopping = self.lifecycle.stopping
-        state = now.state if stopping is None else "stopping"
+        state = now.state if stopping is None else ServiceState.STOPPING
         body = {
             "state": state,
             "reason": now.reason if stopping is None else stopping,

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 import flexslurm
 from flexslurm.gateway.port import Serving
+from flexslurm.messages import ServiceState
 
 _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -29,8 +30,6 @@ _E2E_S = (
 )  # fmt: skip
 _TOKENS = tuple(2**power for power in range(18))
 _SHIFT_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-STATES = ("starting", "serving", "shifting", "waiting", "failed", "stopping")
 
 _GAUGES: dict[str, tuple[str, Callable[[Serving], float]]] = {
     "num_requests_running": ("Sequences in a batch.", lambda s: s.running),
@@ -167,7 +166,7 @@ class _ServingCollector(Collector):
             gauge.add_metric((self._model,), read(now))
             yield gauge
         states = GaugeMetricFamily("flexslurm_state", "1 for the present state.", labels=("state",))
-        for state in STATES:
+        for state in ServiceState:
             states.add_metric((state,), float(now.state == state))
         yield states
         build = GaugeMetricFamily("flexslurm_build_info", "Always 1.", labels=("version",))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from flexslurm.messages import SequenceRequest, TokenEvent
+from flexslurm.messages import SequenceRequest, ServiceState, TokenEvent
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -22,8 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Serving(msgspec.Struct, frozen=True):
     """The service at a glance, for /health and /metrics."""
 
-    state: str
-    """`starting`, `serving`, `shifting`, `waiting`, `failed`, `stopping`."""
+    state: ServiceState
     epoch: int
     running: int
     waiting: int

@@ -20,7 +20,7 @@ from flexslurm.gateway.router import check_context, check_queue
 from flexslurm.head.dispatch import Dispatch, Live, ReplicaDriver, Totals
 from flexslurm.head.observer import Observer, SequenceSummary, SilentObserver
 from flexslurm.head.stream import Channel, Stream
-from flexslurm.messages import FinishReason, SequenceRequest, TokenEvent
+from flexslurm.messages import FinishReason, SequenceRequest, ServiceState, TokenEvent
 
 
 class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Ledger:
         self._dispatch = Dispatch()
         self._abandoned: deque[str] = deque()
         self._refusing: str | None = None
-        self._view = Serving("starting", 0, 0, 0, 0.0, 0, 0)
+        self._view = Serving(ServiceState.STARTING, 0, 0, 0, 0.0, 0, 0)
         self._accepted = self._tokens = self._moves = 0
         self._longest_gap_s = 0.0
         self._finished: Counter[FinishReason] = Counter()
@@ -169,7 +169,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------ controller
 
-    def announce(self, state: str, epoch: int, gpus: int, reason: str) -> None:
+    def announce(self, state: ServiceState, epoch: int, gpus: int, reason: str) -> None:
         """What the controller knows and `serving` passes on."""
         self._view = Serving(state, epoch, 0, 0, 0.0, 0, gpus, reason)
 

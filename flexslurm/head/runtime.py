@@ -54,6 +54,7 @@ from flexslurm.messages import (
     NotifyAsk,
     ReleaseAgent,
     SequenceRequest,
+    ServiceState,
     ShiftAsk,
     StatusAsk,
     StopAsk,
@@ -252,7 +253,7 @@ class Head:
             current = self.control.current
             gpus = current.gpus if current is not None else 0
             self.ledger.announce(
-                "stopping" if self._stop_reason else self.control.state,
+                ServiceState.STOPPING if self._stop_reason else self.control.state,
                 self.control.epoch,
                 gpus,
                 self.control.failed or self.control.reason,

@@ -6,12 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flexslurm.control.events import ShiftReport
-from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.holdings import Holdings
+from flexslurm.control.members import AgentRecord, AgentState, GpuAt
 from flexslurm.control.state import Control
 from flexslurm.gear import Slot
 from flexslurm.head.installs import InstallFigures, Installs
 from flexslurm.head.ledger import Figures
-from flexslurm.messages import FinishReason, FragmentStatus, GpuStatus, StatusAnswer
+from flexslurm.messages import (
+    FinishReason,
+    FragmentStatus,
+    GpuStatus,
+    ServiceState,
+    StatusAnswer,
+)
 from flexslurm.wire.service_dir import Pilot
 
 
@@ -44,7 +51,7 @@ def status_answer(
         service=service,
         head=control.settings.head,
         endpoint=endpoint,
-        state="stopping" if stopping else control.state,
+        state=ServiceState.STOPPING if stopping else control.state,
         reason=control.failed or control.reason,
         epoch=control.epoch,
         gear=current.gear if current is not None else None,
@@ -148,13 +155,13 @@ def _of_agent(
     installs: Installs,
     now: float,
 ) -> FragmentStatus:
-    gpus = tuple(_of_gpu(agent, gpu.index, slots) for gpu in agent.hello.gpus)
+    gpus = tuple(_of_gpu(agent, gpu.index, slots, control.holdings) for gpu in agent.hello.gpus)
     serving = any(gpu.slot for gpu in gpus)
     state = "serving" if serving else "ready"
     detail = installs.detail(worker.worker for worker in agent.workers.values())
     if agent.hello.fragment in control.members.cordoned:
         state = "cordoned"
-    elif agent.state != "ready":
+    elif agent.state is not AgentState.READY:
         state = str(agent.state)
         left = max((agent.leaves_at or now) - now, 0.0)
         detail = agent.failure or f"{agent.leave_source}, {left:.0f} s left"
@@ -169,12 +176,17 @@ def _of_agent(
     )
 
 
-def _of_gpu(agent: AgentRecord, index: int, slots: Mapping[GpuAt, Slot]) -> GpuStatus:
+def _of_gpu(
+    agent: AgentRecord, index: int, slots: Mapping[GpuAt, Slot], holdings: Holdings
+) -> GpuStatus:
     worker = agent.workers.get(index)
+    name = worker.worker if worker is not None else ""
     slot = slots.get(GpuAt(agent.id, index))
     return GpuStatus(
         index=index,
         worker=worker.worker if worker is not None else None,
         slot=str(slot) if slot is not None else None,
         pid=worker.pid if worker is not None else 0,
+        used_bytes=worker.used_bytes if worker is not None else 0,
+        epochs=tuple(sorted(held.epoch for held in holdings if held.worker == name)),
     )
