@@ -40,6 +40,8 @@ class WorkerRecord:
     pid: int = 0
     data_port: int = 0
     """Where it gives out weights and KV pages, on its node's address; 0: nowhere."""
+    used_bytes: int = 0
+    """Of its arena: weights and KV pages, as of its last beat."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,11 @@ class AgentRecord:
         self.failure = why
         if self.failures >= limit and self.state is AgentState.READY:
             self.state = AgentState.FAULTY
+
+    def absolve(self) -> None:
+        """It serves in a gear: only failures in a row make it faulty."""
+        if self.state is not AgentState.FAULTY:
+            self.failures, self.failure = 0, ""
 
 
 class Members:

@@ -162,6 +162,7 @@ class Roll:
             return self._on_stranger(sender, message)
         worker.heard_at = now
         if isinstance(message, WorkerBeat):
+            worker.used_bytes = message.arena_used_bytes
             return Told([Send(sender, self._worker_welcome())])
         return Told(changes=[WorkerSaid(worker, message)])
 
@@ -278,7 +279,9 @@ class Roll:
         drain = event.cordon and event.drain
         (members.draining.add if drain else members.draining.discard)(fragment)
         word = "drained" if drain else "cordoned" if event.cordon else "in use again"
-        record = {"event": "cordon", "fragment": fragment, "cordon": event.cordon}
+        record = {
+            "event": "cordon", "fragment": fragment, "cordon": event.cordon, "drain": drain
+        }  # fmt: skip
         return Told([Record(record), Say(f"{fragment} is {word}")], [CordonChanged(fragment)])
 
     # ------------------------------------------------------------------ losses

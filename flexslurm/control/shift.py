@@ -160,6 +160,9 @@ class Shift:
             self._go_on(now, members, holdings, actions)
         if not self.over and now >= self.deadline:
             self._on_deadline(now, members, holdings, actions)
+        if self.phase is Phase.COMMIT:
+            for agent in {self.placement[slot].agent for slot in self.new_slots}:
+                members.agents[agent].absolve()
         if self.phase is Phase.ABORT:
             actions += [DropShift(self.epoch, self.failure), ForgetEpoch(self.epoch)]
             actions += holdings.close(now, self.epoch)
