@@ -54,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 break
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long it took from each of Slurm's acts until the service knew, as the tests saw it."""
+    reports = (report for group in terminalreporter.stats.values() for report in group)
+    called = (report for report in reports if getattr(report, "when", "") == "call")
+    lines = [str(v) for report in called for k, v in report.user_properties if k == "slurm-act"]
+    if lines:
+        terminalreporter.section("from Slurm's act to our event")
+        for line in sorted(lines):
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each cluster or sandbox test no process, thread, descriptor or shared memory is left.

@@ -162,6 +162,11 @@ class Sandbox:
             raise EnvironmentFault(f"'{name}' does not run", hint=f"sandbox start {name}")
         sandbox_daemons.kill(found)
 
+    def kill_daemon(self, node: str) -> None:
+        """Take a node's slurmd away alone: the steps there go on."""
+        found = self._running().of(node, self._members())
+        sandbox_daemons.kill(process for process in found if process.name == "slurmd")
+
     def start(self, name: str) -> None:
         """Start again what was taken away."""
         self._running().start(name)

@@ -24,7 +24,7 @@ _FIRST = 10
 _MOST_NODES = 240
 INTERFACE = "eth0"
 """Of every node, inside its namespace."""
-# hostname and hosts are the namespace's own: `ip netns exec` has given it its own mounts.
+# Not `ip netns exec`: it mounts a /sys without the control groups that slurmd wants.
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
@@ -56,7 +56,8 @@ class Network:
     def inside(self, node: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on the node."""
         shell = ["sh", "-c", _ENTER, "sh", node, str(self.hosts), *command]
-        return ["ip", "netns", "exec", _space(self.home, node), "unshare", "--uts", *shell]
+        space = _NAMESPACES / _space(self.home, node)
+        return ["nsenter", f"--net={space}", "unshare", "--uts", "--mount", *shell]
 
     def make(self) -> None:
         """Make bridge, namespaces and links. Raises EnvironmentFault."""
@@ -106,7 +107,7 @@ def check(nodes: int = 0) -> None:
             "network namespaces need root",
             hint="run as root, or set 'network: host' in the sandbox's file",
         )
-    missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if missing:
         raise EnvironmentFault(
             f"network namespaces need the command '{missing[0]}'",
