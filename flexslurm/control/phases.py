@@ -38,6 +38,74 @@ LEGAL: Mapping[Phase, frozenset[Phase]] = {
 }
 
 
+AT_DEADLINE: Mapping[Phase, Phase] = {
+    _P.PREPARE: _P.ABORT,
+    _P.PARK: _P.CLOSE,
+    _P.CLOSE: _P.ABORT,
+    _P.INSTALL: _P.ABORT,
+    _P.TRANSFER: _P.CUTOVER,
+    _P.CUTOVER: _P.ABORT,
+}
+"""Where a phase goes that has taken too long: on with what there is, or back."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseWords:
+    """A phase for people."""
+
+    happens: str
+    ends: str
+    """When the next phase begins."""
+    old_gear: str
+
+
+WORDS: Mapping[Phase, PhaseWords] = {
+    _P.PREPARE: PhaseWords(
+        "missing workers start, leftovers of earlier epochs are closed, moves and memory are "
+        "planned",
+        "all workers are up and free, and the plan is there",
+        "serves",
+    ),
+    _P.PARK: PhaseWords(
+        "the drivers stop at a step boundary, live KV is copied to host memory",
+        "every worker has answered, or nothing of the old gear is left",
+        "pauses",
+    ),
+    _P.CLOSE: PhaseWords(
+        "the old epoch's groups and memory are closed",
+        "every worker has said that it is closed",
+        "is over",
+    ),
+    _P.INSTALL: PhaseWords(
+        "stages are built beside what is there: weights that are here are shared, others come from "
+        "peers, then from the files; groups form; a probe runs",
+        "every new worker has its stage",
+        "serves; after CLOSE it is over",
+    ),
+    _P.TRANSFER: PhaseWords(
+        "full blocks, which never change, are pulled in rounds at a share of the link; a probe goes "
+        "through the new drivers",
+        "little is left, or no less from round to round, and the probe is back",
+        "serves",
+    ),
+    _P.CUTOVER: PhaseWords(
+        "the drivers stop at a step boundary, what was written since is pulled",
+        "every pull is answered",
+        "pauses",
+    ),
+    _P.COMMIT: PhaseWords(
+        "the new drivers open with what was moved; then the old epoch is closed",
+        "",
+        "is over",
+    ),
+    _P.ABORT: PhaseWords(
+        "the new epoch is closed everywhere, and nothing of it is kept",
+        "",
+        "goes on; after CLOSE its sequences wait and are recomputed",
+    ),
+}
+
+
 class Mode(StrEnum):
     """How KV gets from the old replicas to the new ones."""
 

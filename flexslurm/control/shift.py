@@ -47,7 +47,7 @@ from flexslurm.control.installed import (
     seat_of,
 )
 from flexslurm.control.members import GpuAt, Members, WorkerState
-from flexslurm.control.phases import LEGAL, InstallSettings, Mode, Phase, ShiftOrder
+from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import plan_request
 from flexslurm.gear import Gear, Slot, replica_slots
 from flexslurm.messages import Install, Pacing, StartWorkers
@@ -343,12 +343,13 @@ class Shift:
     def _on_deadline(
         self, now: float, members: Members, holdings: Holdings, actions: list[Action]
     ) -> None:
-        if self.phase is Phase.TRANSFER:
-            self._cut_over(now, actions)
-        elif self.phase is Phase.PARK:
-            self._close(now, holdings, actions)
-        else:
-            self.fail(now, f"{self.phase} took too long: {self._missing(members)}")
+        match AT_DEADLINE[self.phase]:
+            case Phase.CUTOVER:
+                self._cut_over(now, actions)
+            case Phase.CLOSE:
+                self._close(now, holdings, actions)
+            case _:
+                self.fail(now, f"{self.phase} took too long: {self._missing(members)}")
 
     def _missing(self, members: Members) -> str:
         if self.phase is Phase.INSTALL:
