@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flexslurm.config.sources import Loaded
     from flexslurm.slurm.client import SlurmClient
     from flexslurm.slurm.discover import ClusterFacts, QosInfo
+    from flexslurm.slurm.discover_gpus import CardFigures
     from flexslurm.slurm.sandbox_config import SandboxConfig
     from flexslurm.slurm.site_check import Findings
 
@@ -52,7 +53,7 @@ def discover(
     settings = _settings(cluster, commands)
     if target is not None and target.exists() and not force:
         raise EnvironmentFault(f"{target} is there already", hint="--force replaces it")
-    text = site_text(facts_of(settings), catalogue_name)
+    text = site_text(facts_of(settings), card_of)
     parse_section(Site, text, "the discovered site")
     if target is None:
         click.echo(text, nl=False)
@@ -90,6 +91,19 @@ def catalogue_name(slurm_type: str) -> str | None:
         if word in names:
             return find(word).name  # type: ignore[union-attr]
     return None
+
+
+def card_of(slurm_type: str) -> CardFigures | None:
+    """The catalogue's figures for a GRES type; None: not sure which card it is."""
+    from flexslurm.planner.catalogue import find
+    from flexslurm.slurm.discover_gpus import CardFigures
+
+    name = catalogue_name(slurm_type)
+    gpu = None if name is None else find(name)
+    if gpu is None:
+        return None
+    flops = gpu.flops.get("bfloat16", 0.0)
+    return CardFigures(gpu.name, gpu.memory_bytes, gpu.memory_bandwidth, flops)
 
 
 def facts_of(settings: SlurmSettings) -> ClusterFacts:

@@ -8,14 +8,16 @@ a partition is preempted, it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from flexslurm.config.units import TIME
+from flexslurm.errors import SlurmError
 from flexslurm.slurm.client import NodeInfo, PartitionInfo
+from flexslurm.slurm.discover_gpus import FindCard, GpuKinds, gpu_kinds
 from flexslurm.slurm.fabric import FabricPort, rails
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_site import virtual_gpu
@@ -23,7 +25,6 @@ from flexslurm.slurm.times import told_duration
 from flexslurm.slurm.window import PreemptionWindow, slurm_window
 
 _MOST_CPUS_PER_GPU = 8
-_WORD = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +85,21 @@ class _Draft:
     notes: list[str] = field(default_factory=list)
 
 
-def site_text(facts: ClusterFacts, model_of: Callable[[str], str | None]) -> str:
-    """The file. `model_of` names the catalogue's card for a GRES type, or None."""
+def site_text(facts: ClusterFacts, find_card: FindCard) -> str:
+    """The file. Raises SlurmError where there is no GPU to be asked for."""
     draft = _Draft()
     name = facts.config.get("ClusterName", "cluster") or "cluster"
     draft.data["name"] = name
     draft.data["slurm"] = _slurm(facts)
-    names = _type_names(facts.nodes)
-    draft.data["gpu_types"] = _gpu_types(facts, names, model_of, draft)
-    draft.data["partitions"] = _partitions(facts, names, draft)
+    gpus = gpu_kinds(facts.nodes, find_card, _virtual(facts))
+    if not gpus.kinds:
+        raise SlurmError(
+            f"Slurm shows no GPUs on {len(facts.nodes)} nodes",
+            hint="is Gres=gpu:TYPE:N on the NodeName lines of slurm.conf? see scontrol show node",
+        )
+    draft.data["gpu_types"] = {kind.name: kind.entry for kind in gpus.kinds}
+    draft.notes += gpus.notes
+    draft.data["partitions"] = _partitions(facts, gpus, draft)
     head = _head(facts, draft.data["partitions"], draft)
     if head is not None:
         draft.data["head"] = head
@@ -123,61 +130,13 @@ def _slurm(facts: ClusterFacts) -> dict[str, Any]:
     return data
 
 
-def _type_names(nodes: Sequence[NodeInfo]) -> dict[str, str]:
-    """A short name for each GRES type of whole GPUs, by Slurm's name."""
-    types = sorted({kind for node in nodes for kind in node.gpus if kind is not None})
-    names: dict[str, str] = {}
-    for kind in types:
-        word = _WORD.sub("-", kind.lower()).strip("-")
-        short = word.removeprefix("nvidia-").removeprefix("geforce-") or word or "gpu"
-        names[kind] = short if short not in names.values() else word
-    return names
+def _virtual(facts: ClusterFacts) -> dict[str, dict[str, Any]]:
+    """Entries of a sandbox's GPU types."""
+    types = {} if facts.sandbox is None else facts.sandbox.gpu_types
+    return {name: virtual_gpu(gpu) for name, gpu in types.items()}
 
 
-def _gpu_types(
-    facts: ClusterFacts,
-    names: Mapping[str, str],
-    model_of: Callable[[str], str | None],
-    draft: _Draft,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind, name in names.items():
-        entry: dict[str, Any] = {}
-        model = model_of(kind)
-        if facts.sandbox is not None and kind in facts.sandbox.gpu_types:
-            entry = virtual_gpu(facts.sandbox.gpu_types[kind])
-        elif model is not None:
-            entry["model"] = model
-        else:
-            draft.notes.append(
-                f"gpu_types.{name}: the catalogue has no '{kind}': give its memory, "
-                "memory_bandwidth and flops"
-            )
-        if kind != name:
-            entry["slurm_type"] = kind
-        found[name] = entry
-    _note_other_gpus(facts.nodes, draft)
-    return found
-
-
-def _note_other_gpus(nodes: Sequence[NodeInfo], draft: _Draft) -> None:
-    slices = {
-        f"{gres.name}:{gres.type}" if gres.type else gres.name
-        for node in nodes
-        for gres in node.gres
-        if gres.name in ("gpu", "mps", "shard") and not gres.whole_gpus and gres.count
-    }
-    if slices:
-        draft.notes.append(f"left out, no whole GPUs: {', '.join(sorted(slices))}")
-    untyped = [node.name for node in nodes if None in node.gpus]
-    if untyped:
-        draft.notes.append(
-            f"left out, GPUs without a type in Slurm ({', '.join(untyped[:4])}"
-            f"{', …' if len(untyped) > 4 else ''}): name a Type in gres.conf"
-        )
-
-
-def _partitions(facts: ClusterFacts, names: Mapping[str, str], draft: _Draft) -> dict[str, Any]:
+def _partitions(facts: ClusterFacts, gpus: GpuKinds, draft: _Draft) -> dict[str, Any]:
     by_name = {node.name: node for node in facts.nodes}
     found: dict[str, Any] = {}
     for info in facts.partitions:
@@ -191,7 +150,7 @@ def _partitions(facts: ClusterFacts, names: Mapping[str, str], draft: _Draft) ->
                 f"partition {info.name}: preempted by QOS; set its 'qos', and 'preemptible: false' "
                 "if that one is not preempted"
             )
-        found[info.name] = _partition(info, members, names, window)
+        found[info.name] = _partition(info, members, gpus, window)
     return found
 
 
@@ -226,17 +185,16 @@ def window_of(info: PartitionInfo, facts: ClusterFacts) -> PreemptionWindow:
 def _partition(
     info: PartitionInfo,
     members: Sequence[NodeInfo],
-    names: Mapping[str, str],
+    gpus: GpuKinds,
     window: PreemptionWindow,
 ) -> dict[str, Any]:
-    types = sorted(
-        {names[kind] for node in members for kind in node.gpus if kind and kind in names}
-    )
+    there = [gpus.on(node) for node in members]
+    types = sorted({name for counts in there for name in counts})
     data: dict[str, Any] = {"gpu_types": types, "preemptible": window.preemptible}
-    counts = [sum(n for kind, n in node.gpus.items() if kind in names) for node in members]
     if types:
-        data["gpus_per_node"] = max(counts)
-        shares = [node.cpus // count for node, count in zip(members, counts, strict=True) if count]
+        totals = [sum(counts.values()) for counts in there]
+        data["gpus_per_node"] = max(totals)
+        shares = [node.cpus // n for node, n in zip(members, totals, strict=True) if n]
         data["cpus_per_gpu"] = max(1, min(_MOST_CPUS_PER_GPU, *shares))
     if window.preemptible:
         data["requeue"] = window.requeued

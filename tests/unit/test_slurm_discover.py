@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.cli.site_commands import catalogue_name
+from flexslurm.cli.site_commands import card_of, catalogue_name
 from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.site import Site
+from flexslurm.errors import ConfigError, SlurmError
 from flexslurm.slurm.client import NodeInfo, PartitionInfo
 from flexslurm.slurm.discover import ClusterFacts, parse_qos, site_text
 from flexslurm.slurm.fabric import FabricPort, fabric_ports, rails
+from flexslurm.slurm.gpu_request import gpu_request, gres_option
 from flexslurm.slurm.gres import parse_gres
+from flexslurm.slurm.mig import mig_slice
 from flexslurm.slurm.records import parse_records
 from flexslurm.slurm.site_check import check_against, check_alone, signal_hint
 from flexslurm.slurm.states import node_state
@@ -46,22 +49,22 @@ FACTS = ClusterFacts(
 
 
 def discovered(facts: ClusterFacts) -> tuple[Site, str]:
-    text = site_text(facts, catalogue_name)
+    text = site_text(facts, card_of)
     return parse_section(Site, text, "site.yaml"), text
 
 
 def test_what_slurm_says_stands_in_the_file() -> None:
     site, text = discovered(FACTS)
     assert site.name == "hpc" and site.slurm.kill_wait == 45
-    (kind,) = site.gpu_types.values()
+    kind = site.gpu_types["a100-sxm4-80gb"]
     assert (kind.model, kind.slurm_type) == ("a100-80", "nvidia_a100-sxm4-80gb")
     low, high = site.partitions["low"], site.partitions["high"]
     assert (low.preemptible, low.requeue, low.grace, low.exempt) == (True, True, 20, 600)
-    assert (low.gpus_per_node, low.cpus_per_gpu) == (8, 8)
+    assert (low.gpus_per_node, low.cpus_per_gpu) == (28, 2)
     assert (low.default_walltime, low.max_walltime) == (3600, 86400)
     assert not high.preemptible and site.head.partition == "cpu"
     assert set(site.partitions) == {"low", "high", "cpu"}
-    for note in ("shut: left out", "no whole GPUs: gpu:1g.10gb", "without a type in Slurm (u1)"):
+    for note in ("shut: left out", "mig-1g-10gb: figures", "without a type in Slurm (u1)"):
         assert note in text
 
 
@@ -76,6 +79,87 @@ def test_an_unknown_card_is_noted() -> None:
     site, text = discovered(facts)
     assert site.gpu_types["gtx1080"].model is None
     assert "the catalogue has no 'gtx1080'" in text
+
+
+PARTS = replace(
+    FACTS,
+    nodes=(
+        node("g1", "gpu:h100:4(S:0-1)"),
+        node("g2", "gpu:a100_1g.10gb:7,gpu:h100_3g.40gb:2,gpu:nvidia_h100_80gb_hbm3:1"),
+        node("g3", "gpu:l40s:2,shard:8", cpus=16),
+        node("g4", "gpu:tesla_t4:1,mps:tesla_t4:100"),
+        node("c1", "(null)"),
+    ),
+    partitions=(
+        part("low", ("g1", "g2", "g3", "g4")),
+        part("cpu", ("c1",), preempt_mode="OFF"),
+    ),
+)
+
+
+def test_slices_and_shards_are_types_of_their_own() -> None:
+    site, text = discovered(PARTS)
+    types = site.gpu_types
+    assert set(types) == {
+        "h100", "a100-1g-10gb", "h100-3g-40gb", "h100-80gb-hbm3", "l40s", "l40s-shard", "tesla-t4"
+    }  # fmt: skip
+    small, big = types["a100-1g-10gb"], types["h100-3g-40gb"]
+    assert small.memory == pytest.approx(9.5 * 2**30, rel=0.01)
+    assert small.memory_bandwidth == pytest.approx(2.039e12 / 8, rel=0.01)
+    assert small.flops == pytest.approx(312e12 / 8, rel=0.01)
+    assert big.memory_bandwidth == pytest.approx(3.35e12 / 2, rel=0.01)
+    shard = types["l40s-shard"]
+    assert shard.memory is not None and shard.memory < 46068 * 2**20 / 4
+    asked = {name: gres_option(name, 1, site) for name in types}
+    assert asked == {
+        "h100": "--gres=gpu:h100:1",
+        "a100-1g-10gb": "--gres=gpu:a100_1g.10gb:1",
+        "h100-3g-40gb": "--gres=gpu:h100_3g.40gb:1",
+        "h100-80gb-hbm3": "--gres=gpu:nvidia_h100_80gb_hbm3:1",
+        "l40s": "--gres=gpu:l40s:1",
+        "l40s-shard": "--gres=shard:1",
+        "tesla-t4": "--gres=gpu:tesla_t4:1",
+    }
+    assert (site.partitions["low"].gpus_per_node, site.partitions["low"].cpus_per_gpu) == (10, 1)
+    for note in ("one of 4 shards", "by MPS", "its share of a100-80", "its share of h100"):
+        assert note in text
+    assert check_alone(site).problems == [] and check_against(site, PARTS).problems == []
+
+
+def test_a_larger_share_is_several_shards() -> None:
+    text = "name: x\ngpu_types: {half: {gres: shard, gres_per_gpu: 2}, bad: {gres: 'gpu:a b'}}"
+    site = parse_section(Site, text, "site.yaml")
+    assert gres_option("half", 3, site) == "--gres=shard:6"
+    assert gpu_request("half", site).gpus_in(parse_gres("gpu:a100:1,shard:7")) == 3
+    with pytest.raises(ConfigError, match="cannot be asked for") as caught:
+        gres_option("bad", 1, site)
+    assert caught.value.key == "gpu_types.bad.gres" and "shard" in (caught.value.hint or "")
+
+
+def test_gpus_without_a_type_where_there_are_no_others() -> None:
+    site, text = discovered(replace(FACTS, nodes=(node("u1", "gpu:4"), node("c1", ""))))
+    assert gres_option("gpu", 4, site) == "--gres=gpu:4"
+    assert "Slurm names no type (u1)" in text
+    assert site.partitions["low"].gpus_per_node == 4
+
+
+def test_a_cluster_without_gpus_is_told_so() -> None:
+    with pytest.raises(SlurmError, match="no GPUs on 1 nodes"):
+        discovered(replace(FACTS, nodes=(node("c1", "(null)"),)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "piece"),
+    [
+        ("1g.5gb", (None, 1, 5)), ("a100_1g.10gb", ("a100", 1, 10)),
+        ("nvidia_a100_80gb_pcie_3g.40gb", ("nvidia_a100_80gb_pcie", 3, 40)),
+        ("1c.2g.10gb", (None, 2, 10)), ("H100-1g.10gb+me", ("H100", 1, 10)),
+        ("a100", None), ("a100_80gb", None), ("g.10gb", None), ("", None),
+    ],
+)  # fmt: skip
+def test_names_of_slices(kind: str, piece: tuple[str | None, int, int] | None) -> None:
+    found = mig_slice(kind)
+    assert (None if found is None else (found.card, found.parts, found.gigabytes)) == piece
 
 
 def test_rails_of_this_machine() -> None:
@@ -157,6 +241,7 @@ def test_names_of_cards(kind: str, card: str | None) -> None:
 @given(st.text(max_size=200))
 def test_no_answer_of_slurm_is_too_strange(text: str) -> None:
     parse_qos(text)
+    mig_slice(text)
     parse_records(text, "SwitchName")
     catalogue_name(text)
 
