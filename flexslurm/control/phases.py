@@ -83,8 +83,8 @@ WORDS: Mapping[Phase, PhaseWords] = {
         "serves; after CLOSE it is over",
     ),
     _P.TRANSFER: PhaseWords(
-        "full blocks, which never change, are pulled in rounds at a share of the link; a probe goes "
-        "through the new drivers",
+        "full blocks, which never change, are pulled in rounds at a share of the link; a probe "
+        "goes through the new drivers",
         "little is left, or no less from round to round, and the probe is back",
         "serves",
     ),
