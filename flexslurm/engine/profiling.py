@@ -24,6 +24,7 @@ import msgspec
 from flexslurm.engine.prctl import die_with_parent
 from flexslurm.engine.trial import (
     FIRST,
+    INNER,
     Load,
     Measured,
     Outcome,
@@ -240,20 +241,21 @@ def measure(trial: Trial, ranks: Ranks, say: Say) -> Outcome:
     for done, probe in enumerate(trial.probes):
         if time.monotonic() > end:
             return Outcome(tuple(measured), len(trial.probes) - done)
-        seconds, first_s = _times(ranks, probe, trial)
-        measured.append(Measured(probe.role, layers[probe.role], seconds, probe.load, first_s))
+        seconds, one_s = _times(ranks, probe, trial)
+        measured.append(Measured(probe.role, layers[probe.role], seconds, probe.load, one_s))
         load = probe.load
         say(
             f"[{done + 1}/{len(trial.probes)}] {load.phase}, {load.batch} x {load.new} tokens of "
-            f"{load.context}: {probe.role} {seconds * 1e3:.3f} ms, first {first_s * 1e3:.3f} ms"
+            f"{load.context}: {probe.role} {seconds * 1e3:.3f} ms, one layer {one_s * 1e3:.3f} ms"
         )
     return Outcome(tuple(measured))
 
 
 def _times(ranks: Ranks, probe: Probe, trial: Trial) -> tuple[float, float]:
-    """Median seconds of a step on its stage and on the first, done in turn, after one round."""
+    """Median seconds of a step on its stage and on one layer, done in turn, after one round."""
     plain = msgspec.structs.replace(probe.load, sampled=False)
-    steps = ((probe.role, probe.load), (FIRST, plain))
+    one = INNER if any(run.role == INNER for run in trial.runs) else FIRST
+    steps = ((probe.role, probe.load), (one, plain))
     times: tuple[list[float], list[float]] = ([], [])
     began = time.monotonic()
     for number in range(1 + _MOST):

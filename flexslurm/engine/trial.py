@@ -1,9 +1,11 @@
 """What a short trial of a model's layers measures, and what its times mean; never runs anything.
 
-Three stages are held side by side: the *body*, some layers without the head; the *first* layer with
-the embedding; the *last* with the head. Every step is done by two of them in turn. What the body
-takes more than the first is its further layers'; what the first takes beyond one layer is the
-embedding's and each step's own; what the last takes more than the first is the head's.
+Four stages are held side by side: the *body*, some layers without ends; an *inner* layer alone; the
+*first* layer with the embedding; the *last* with the head. Every step is done by the inner one and
+another in turn. What the body takes more is its further layers'; what the inner one takes beyond
+one layer is every stage's own; what the ends take more is the embedding's and the head's. A model
+of three layers or fewer has no inner one: the first stands for it, the embedding counts with what
+every stage takes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from flexslurm.errors import CapacityError, ConfigError, DeadlineExceeded, Model
 from flexslurm.messages import Chunk, ChunkSampling, Pacing, SamplingParams
 from flexslurm.planner.profiles import Row
 
-BODY, FIRST, LAST = "body", "first", "last"
+BODY, INNER, FIRST, LAST = "body", "inner", "first", "last"
 MOST_LAYERS = 8
 """Enough that what a step costs besides its layers counts for little; few load quickly."""
+_FEWEST_WITH_INNER = 3
 _OPEN_AT_ONCE = 256
 _GREEDY = ChunkSampling(params=SamplingParams(), position=0)
 
@@ -48,11 +51,11 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A step of the body or the last stage, done in turn with the same step of the first."""
+    """A step of one stage, done in turn with the same step of the stage of one layer."""
 
     role: str
     load: Load
-    """The last stage's logits are wanted; the first has none."""
+    """The last stage's logits are wanted; the others have none."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -104,8 +107,8 @@ class Measured(msgspec.Struct, frozen=True):
     seconds: float
     load: Load | None = None
     """None: building the stage."""
-    first_s: float = 0.0
-    """What the first stage took for the same step."""
+    one_s: float = 0.0
+    """What the stage of one layer took for the same step."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -150,7 +153,8 @@ def plan(
     probes = tuple(
         probe
         for probe in probes_of(grid, info.max_context)
-        if probe.load.blocks(grid.block_tokens) * block <= free
+        if (probe.role != FIRST or INNER in cuts)
+        and probe.load.blocks(grid.block_tokens) * block <= free
     )
     blocks = max((probe.load.blocks(grid.block_tokens) for probe in probes), default=1)
     return tuple(Run(role, lo, hi, blocks) for role, (lo, hi) in cuts.items()), probes
@@ -159,11 +163,14 @@ def plan(
 def _cuts_that_fit(
     info: ModelInfo, most: int, tp: int, dtype: str, arena_bytes: int
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """The three runs of layers and the bytes they leave: half of the memory where it can be."""
+    """The runs of layers and the bytes they leave: half of the memory where it can be."""
     total = info.num_layers
-    for layers in range(max(1, min(total - 1, most)), 0, -1):
-        lo = max(0, min(1, total - 1 - layers))
+    inner = total > _FEWEST_WITH_INNER
+    for layers in range(max(1, min(total - 2 if inner else total - 1, most)), 0, -1):
+        lo = 1 if inner else 0
         cuts = {BODY: (lo, lo + layers), FIRST: (0, 1), LAST: (total - 1, total)}
+        if inner and layers > 1:  # one layer tells nothing apart
+            cuts[INNER] = (1, 2)
         weights = sum(
             max(stage_bytes(info, lo, hi, tp, rank, dtype) for rank in range(tp))
             for lo, hi in cuts.values()
@@ -177,7 +184,7 @@ def _cuts_that_fit(
 
 
 def probes_of(grid: Grid, model_context: int) -> tuple[Probe, ...]:
-    """What is measured, the quick ones first."""
+    """What is measured, the quick ones first; without an inner stage the first's are left out."""
     context = min(grid.max_context, model_context)
     if min(grid.max_batch, grid.max_tokens, grid.block_tokens) < 1 or context < 2:
         raise ConfigError("a profile needs at least one sequence and two tokens of context")
@@ -189,7 +196,12 @@ def probes_of(grid: Grid, model_context: int) -> tuple[Probe, ...]:
     loads += [Load(4, n // 4, n // 4) for n in tokens if n >= 16 and grid.max_batch >= 4]
     layers = sorted(loads, key=lambda load: (load.blocks(1), load.batch))
     heads = [Load(b, 1, contexts[0], sampled=True) for b in batches]
-    return (*(Probe(LAST, load) for load in heads), *(Probe(BODY, load) for load in layers))
+    embeds = [Load(1, 1, contexts[0]), Load(1, tokens[-1], tokens[-1])]
+    return (
+        *(Probe(LAST, load) for load in heads),
+        *(Probe(FIRST, load) for load in embeds),
+        *(Probe(BODY, load) for load in layers),
+    )
 
 
 def _steps(least: int, most: int, factor: int) -> tuple[int, ...]:
@@ -239,14 +251,17 @@ def _rows(m: Measured) -> list[Row]:
     load = m.load
     if load is None:
         return [Row("load", m.layers, 0, 0, m.seconds)] if m.role == BODY else []
+    more_s = max(0.0, m.seconds - m.one_s)
     if m.role == LAST:
-        return [Row("last", 1, load.batch, 0, max(0.0, m.seconds - m.first_s))]
+        return [Row("last", 1, load.batch, 0, more_s)]
+    if m.role == FIRST:
+        return [Row("first", 1, load.new_tokens, 0, more_s)]
     if m.layers == 1:  # nothing can be told apart: all of it is the layer's
         return [Row(load.phase, 1, load.batch, load.context, m.seconds)]
-    layer_s = max(0.0, m.seconds - m.first_s) / (m.layers - 1)
+    layer_s = more_s / (m.layers - 1)
     return [
         Row(load.phase, m.layers, load.batch, load.context, layer_s * m.layers),
-        Row("first", 1, load.new_tokens, 0, max(0.0, m.first_s - layer_s)),
+        Row("step", 1, load.new_tokens, 0, max(0.0, m.one_s - layer_s)),
     ]
 
 

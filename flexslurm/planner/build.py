@@ -48,7 +48,7 @@ class Builder:
         split = best_split(problem, column.need, column.batch, tier)
         assert split is not None, f"{column.need} was valued but has no split"
         slots = -(-column.batch // depth)
-        full = max(problem.times(s.kind, slots, full=True)[s.lo, s.hi] for s in split.stages)
+        full = max(problem.full_times(s.kind, slots)[s.lo, s.hi] for s in split.stages)
         cycle = float(problem.cycle_s(depth, split.slowest_s))
         return Pipeline(
             stages=split.stages,
@@ -69,8 +69,8 @@ class Builder:
         for larger in problem.batches(depth):
             slots = -(-larger // depth)
             if all(
-                problem.times(s.kind, slots)[s.lo, s.hi] <= step
-                and problem.times(s.kind, slots, full=True)[s.lo, s.hi] <= full
+                problem.times(s.kind, slots, depth)[s.lo, s.hi] <= step
+                and problem.full_times(s.kind, slots)[s.lo, s.hi] <= full
                 for s in stages
             ):
                 most = max(most, larger)

@@ -63,12 +63,13 @@ def _pipeline(planner: Planner, column: Column, times: int, tier: Tier) -> str:
 
 def _slowest(problem: Problem, pipeline: Pipeline) -> str:
     """Which stage sets the pace, and what it spends its time on."""
-    slots = -(-pipeline.batch // len(pipeline.stages))
+    depth = len(pipeline.stages)
+    slots = -(-pipeline.batch // depth)
     at, stage = max(
         enumerate(pipeline.stages),
-        key=lambda item: problem.times(item[1].kind, slots)[item[1].lo, item[1].hi],
+        key=lambda item: problem.times(item[1].kind, slots, depth)[item[1].lo, item[1].hi],
     )
-    step = float(problem.times(stage.kind, slots)[stage.lo, stage.hi])
+    step = float(problem.times(stage.kind, slots, depth)[stage.lo, stage.hi])
     where = f"stage {at} sets the pace ({_seconds(step)} a step"
     if stage.kind in problem.profiles:
         return f"{where}, measured)"

@@ -12,7 +12,7 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 """Grows with every change of the cost model or the search that may change gears."""
 
 

@@ -145,11 +145,14 @@ def _replica(problem: Problem, stages: Sequence[StageText], nodes: Sequence[int]
 
 def _slowest_s(problem: Problem, replica: Replica, *, full: bool = False) -> float:
     """The slowest stage's step in a full batch; `full`: with as much prefill as a step may hold."""
-    slots = -(-replica.max_batch // len(replica.stages))
-    return max(
-        float(problem.times(StageKind(s.gpu_type, s.tp), slots, full=full)[s.lo, s.hi])
-        for s in replica.stages
-    )
+    depth = len(replica.stages)
+    slots = -(-replica.max_batch // depth)
+    steps = []
+    for s in replica.stages:
+        kind = StageKind(s.gpu_type, s.tp)
+        times = problem.full_times(kind, slots) if full else problem.times(kind, slots, depth)
+        steps.append(float(times[s.lo, s.hi]))
+    return max(steps)
 
 
 def replica_cycle_s(problem: Problem, replica: Replica) -> float:

@@ -117,10 +117,10 @@ class _Grid:
         full = problem.full_for_ttft(depth, tier)
         bound = problem.slowest_for_tpot(depth, tier)
         for kind in kinds:
-            time = problem.times(kind, slots)
+            time = problem.times(kind, slots, depth)
             allowed = (problem.blocks(kind) >= least) & (time <= bound)
             if np.isfinite(full):
-                allowed &= problem.times(kind, slots, full=True) <= full
+                allowed &= problem.full_times(kind, slots) <= full
             grid.times.append(np.where(allowed, time, np.inf))
         finite = np.concatenate([time[np.isfinite(time)] for time in grid.times])
         if len(finite) == 0:

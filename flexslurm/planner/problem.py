@@ -18,7 +18,7 @@ from flexslurm.errors import ConfigError
 from flexslurm.planner.cost import LayerSums, StageCost, stage_cost, step_times
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal, StepLoad
+from flexslurm.planner.workload import Goal, SlotLoad, StepLoad
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,7 +38,12 @@ Need = tuple[tuple[StageKind, int], ...]
 class StepTimes(Protocol):
     """Measured times of one stage kind, see `profiles.Profile`."""
 
-    def layer_s(self, new_tokens: float, context_tokens: float, pairs: float) -> float: ...
+    def layer_s(
+        self, new_tokens: float, context_tokens: float, pairs: float, sequences: float
+    ) -> float: ...
+
+    @property
+    def step(self) -> Callable[[float], float]: ...
 
     @property
     def first(self) -> Callable[[float], float]: ...
@@ -87,7 +92,7 @@ class Problem:
         self.uniform = all(len(set(one.layer_kinds)) == 1 for one in specs)
         self._sums: dict[tuple[str, int], LayerSums] = {}
         self._blocks: dict[StageKind, Ints] = {}
-        self._times: dict[tuple[StageKind, int, bool], Floats] = {}
+        self._times: dict[tuple[StageKind, str, int], Floats] = {}
         self._coefficients: dict[StageKind, Floats] = {}
 
     def with_goal(self, goal: Goal) -> Problem:
@@ -143,46 +148,66 @@ class Problem:
 
     # ----------------------------------------------------------------------------------- time
 
-    def times(self, kind: StageKind, slots: int, *, full: bool = False) -> Floats:
-        """Seconds of a step with `slots` sequences; infinite for no layers.
+    def times(self, kind: StageKind, slots: int, depth: int) -> Floats:
+        """Mean seconds of a step with `slots` sequences, in a pipeline of `depth` stages.
 
-        `full`: one of the sequences brings as much prefill as a step may hold.
+        Infinite for no layers. All stages work on a micro-batch each, and pass on together: a step
+        is as long as one with prefill where any of the micro-batches brings some.
         """
-        key = (kind, slots, full)
+        load = self.load
+        share = load.prefill_share(slots * depth)
+        mixed = self._cached(kind, "mixed", slots)
+        if share >= 1.0:
+            return mixed
+        return (1.0 - share) * self._cached(kind, "decode", slots) + share * mixed
+
+    def full_times(self, kind: StageKind, slots: int) -> Floats:
+        """As `times`, of a step in which a sequence brings as much prefill as it may hold."""
+        return self._cached(kind, "full", slots)
+
+    def _cached(self, kind: StageKind, what: str, slots: int) -> Floats:
+        key = (kind, what, slots)
         if key not in self._times:
-            self._times[key] = self._step_times(kind, slots, full)
+            self._times[key] = self._step_times(kind, self._load(what, slots))
         return self._times[key]
 
-    def _step_times(self, kind: StageKind, slots: int, full: bool) -> Floats:
+    def _load(self, what: str, slots: int) -> SlotLoad:
+        load, budget = self.load, self.limits.max_batch_tokens
+        if what != "full":
+            return load.with_prefill(slots) if what == "mixed" else load.without_prefill(slots)
+        chunk = min(load.prompt_tokens, budget)
+        others = max(0, min(slots - 1, budget - chunk))
+        return SlotLoad(
+            new_tokens=chunk + others,
+            context_tokens=others * load.context_tokens + load.prompt_tokens,
+            sampled=others + 1,
+            pairs=others * load.context_tokens + chunk * load.prompt_tokens,
+            sequences=others + 1,
+        )
+
+    def _step_times(self, kind: StageKind, load: SlotLoad) -> Floats:
         size = self.layers + 1
         if kind not in self._coefficients and kind not in self.profiles:
             self._coefficients[kind] = self._gather(kind)
-        load, budget = self.load, self.limits.max_batch_tokens
-        new, context = slots * load.new_tokens, slots * load.context_tokens
-        sampled, pairs = slots * load.sampled, slots * load.pairs
-        if full:
-            chunk = min(load.prompt_tokens, budget)
-            others = max(0, min(slots - 1, budget - chunk))
-            new, sampled = float(chunk + others), float(others + 1)
-            pairs = others * load.context_tokens + chunk * load.prompt_tokens
-            context = others * load.context_tokens + load.prompt_tokens
+        new, context, sampled, pairs, sequences = load
         profile = self.profiles.get(kind)
         if profile is not None:
-            layer_s = profile.layer_s(new, context, pairs)
-            return self._profiled(kind, layer_s, (profile.first(new), profile.last(sampled)), new)
+            layer_s = profile.layer_s(new, context, pairs, sequences)
+            ends_s = profile.first(new), profile.last(sampled)
+            return self._profiled(layer_s, profile.step(new), ends_s, new)
         result = step_times(self._coefficients[kind], new, context, sampled, pairs)
         result[np.tril_indices(size)] = np.inf
         return result
 
     def _profiled(
-        self, kind: StageKind, layer_s: float, ends_s: tuple[float, float], new: float
+        self, layer_s: float, step_s: float, ends_s: tuple[float, float], new: float
     ) -> Floats:
         """Step times from a measured layer; the send to the next stage is still computed."""
         size = self.layers + 1
         link = self.topology.node_link
         depth = np.arange(size)[None, :] - np.arange(size)[:, None]
         send = link.latency_s + new * self.spec.activation_bytes / link.bandwidth
-        result = np.asarray(depth * layer_s + send, dtype=np.float64)
+        result = np.asarray(depth * layer_s + step_s + send, dtype=np.float64)
         result[:, -1] += ends_s[1] - send
         result[0, :] += ends_s[0]
         result[depth <= 0] = np.inf

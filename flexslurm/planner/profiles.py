@@ -4,6 +4,7 @@ A profile is of one model on one stage kind. Its rows are `phase,layers,batch,co
 
     decode   `batch` sequences with one new token each, `context` tokens of context each
     prefill  `batch` sequences with `context` new tokens each and none before them
+    step     what every stage's step costs whatever its depth, for `batch` new tokens
     first    what a stage adds that holds the embedding, for `batch` new tokens
     last     what a stage adds that holds the head, for `batch` tokens whose logits are wanted
     load     reading the weights of `layers` layers
@@ -27,7 +28,7 @@ from flexslurm.errors import ConfigError
 from flexslurm.planner.problem import StageKind
 
 COLUMNS = ("phase", "layers", "batch", "context", "seconds")
-PHASES = ("decode", "prefill", "first", "last", "load")
+PHASES = ("decode", "prefill", "step", "first", "last", "load")
 
 
 class Row(NamedTuple):
@@ -68,6 +69,9 @@ class Profile(msgspec.Struct, frozen=True):
     """One layer, for each token of context read."""
     pair_s: float
     """One layer, for each pair of a new token and one it attends to."""
+    sequence_s: float
+    """One layer, for each sequence in the step."""
+    step: Ramp
     first: Ramp
     last: Ramp
     load_layer_s: float
@@ -79,9 +83,12 @@ class Profile(msgspec.Struct, frozen=True):
     def kind(self) -> StageKind:
         return StageKind(self.gpu_type, self.tp)
 
-    def layer_s(self, new_tokens: float, context_tokens: float, pairs: float) -> float:
+    def layer_s(
+        self, new_tokens: float, context_tokens: float, pairs: float, sequences: float
+    ) -> float:
         """One layer of a step; arguments as of `StageCost.step_s`."""
-        return self.layer(new_tokens) + context_tokens * self.context_s + pairs * self.pair_s
+        read = context_tokens * self.context_s + pairs * self.pair_s
+        return self.layer(new_tokens) + read + sequences * self.sequence_s
 
     def covers(self, new_tokens: float, context_tokens: float) -> bool:
         """Whether such a step lies within what was measured."""
@@ -95,7 +102,7 @@ def read_profile(text: str, file: str) -> Profile:
     decode = [row for row in rows if row.phase in ("decode", "prefill")]
     if len({row.batch for row in decode if row.phase == "decode"}) < 2:
         raise ConfigError("decode rows with at least two batch sizes are needed", file=file)
-    layer, context_s, pair_s = _fit_layer(decode)
+    layer, (context_s, pair_s, sequence_s) = _fit_layer(decode)
     loads = [row.seconds / row.layers for row in rows if row.phase == "load"]
     points = [_load_of(row) for row in decode]
     return Profile(
@@ -106,6 +113,8 @@ def read_profile(text: str, file: str) -> Profile:
         layer=layer,
         context_s=context_s,
         pair_s=pair_s,
+        sequence_s=sequence_s,
+        step=_ramp([row for row in rows if row.phase == "step"]),
         first=_ramp([row for row in rows if row.phase == "first"]),
         last=_ramp([row for row in rows if row.phase == "last"]),
         load_layer_s=float(np.median(loads)) if loads else 0.0,
@@ -179,17 +188,19 @@ def _row(cells: Sequence[str], file: str, line: int) -> Row:
     return Row(phase, layers, batch, context, seconds)
 
 
-def _load_of(row: Row) -> tuple[float, float, float]:
-    """New tokens, context tokens and pairs of a decode or prefill row."""
+def _load_of(row: Row) -> tuple[float, float, float, float]:
+    """New tokens, context tokens, pairs and sequences of a decode or prefill row."""
     if row.phase == "decode":
         context = row.batch * max(1, row.context)
-        return row.batch, context, context
+        return row.batch, context, context, row.batch
     new = row.batch * row.context
-    return new, new, row.batch * row.context * (row.context + 1) / 2
+    return new, new, row.batch * row.context * (row.context + 1) / 2, row.batch
 
 
-def _fit_layer(rows: Sequence[Row]) -> tuple[Ramp, float, float]:
-    """Non-negative least squares of relative errors: steps up from knot to knot, and two slopes.
+def _fit_layer(rows: Sequence[Row]) -> tuple[Ramp, tuple[float, float, float]]:
+    """Non-negative least squares of relative errors: steps up from knot to knot, and slopes.
+
+    The slopes are seconds for each token of context, each pair and each sequence.
 
     All parts being non-negative, the sum never falls with any argument.
     """
@@ -204,12 +215,13 @@ def _fit_layer(rows: Sequence[Row]) -> tuple[Ramp, float, float]:
         np.clip((points[:, 0] - low) / (high - low), 0.0, 1.0)
         for low, high in itertools.pairwise(knots)
     ]
-    basis = np.stack([np.ones(len(points)), *rises, points[:, 1], points[:, 2]], axis=1)
+    basis = np.stack([np.ones(len(points)), *rises, *points[:, 1:].T], axis=1)
     scale = np.maximum(np.abs(basis).max(axis=0), 1e-300)
     found, _ = nnls(basis / scale * weight[:, None], seconds * weight)
     found = found / scale
     values = np.cumsum(found[: len(knots)])
-    return Ramp(tuple(knots.tolist()), tuple(values.tolist())), float(found[-2]), float(found[-1])
+    context_s, pair_s, sequence_s = (float(slope) for slope in found[len(knots) :])
+    return Ramp(tuple(knots.tolist()), tuple(values.tolist())), (context_s, pair_s, sequence_s)
 
 
 def _ramp(rows: Sequence[Row]) -> Ramp:

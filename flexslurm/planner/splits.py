@@ -47,14 +47,14 @@ class _SplitSearch:
         self.counts = tuple(count for _, count in need)
         self.layers, self.depth = problem.layers, sum(self.counts)
         slots = -(-batch // self.depth)
-        self.times = [problem.times(kind, slots) for kind in self.kinds]
+        self.times = [problem.times(kind, slots, self.depth) for kind in self.kinds]
         self.blocks = [problem.blocks(kind) for kind in self.kinds]
         least = max(1, problem.min_blocks(batch, tier))
         self.allowed: Masks = [blocks >= least for blocks in self.blocks]
         bound = problem.full_for_ttft(self.depth, tier)
         if bound != float("inf"):
             for index, kind in enumerate(self.kinds):
-                self.allowed[index] &= problem.times(kind, slots, full=True) <= bound
+                self.allowed[index] &= problem.full_times(kind, slots) <= bound
         self.bound = problem.slowest_for_tpot(self.depth, tier)
 
     def run(self) -> Split | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -100,8 +101,18 @@ class Goal(msgspec.Struct, frozen=True):
         )
 
 
+class SlotLoad(NamedTuple):
+    """What a slot adds to a step, or all slots together."""
+
+    new_tokens: float
+    context_tokens: float
+    sampled: float
+    pairs: float
+    sequences: float
+
+
 class StepLoad(msgspec.Struct, frozen=True):
-    """What one slot of a batch adds to a mean step of its micro-batch, and to one full of prefill.
+    """What one slot of a batch adds to a mean step, to one of decoding, to one full of prefill.
 
     A request of P prompt and O output tokens holds its slot for `chunks` steps of prefill, the last
     of which gives the first token, and O-1 steps of decoding.
@@ -114,6 +125,28 @@ class StepLoad(msgspec.Struct, frozen=True):
     """Tokens given per step of the slot: O over the steps it is held."""
     chunks: int
     prompt_tokens: int
+    prefills: float
+    """Share of its steps in which a slot brings a chunk of prefill."""
+    decode: SlotLoad
+    prefill: SlotLoad
+
+    def with_prefill(self, slots: int) -> SlotLoad:
+        """A step of a micro-batch in which some slot brings prefill, in the mean."""
+        share = self.prefills / self.prefill_share(slots)
+        return SlotLoad(
+            *(
+                slots * ((1.0 - share) * one + share * other)
+                for one, other in zip(self.decode, self.prefill, strict=True)
+            )
+        )
+
+    def without_prefill(self, slots: int) -> SlotLoad:
+        """A step of a micro-batch in which every slot decodes."""
+        return SlotLoad(*(slots * one for one in self.decode))
+
+    def prefill_share(self, slots: int) -> float:
+        """How often at least one of so many slots brings prefill; above 0."""
+        return 1.0 - (1.0 - self.prefills) ** slots
 
     @classmethod
     def of(cls, workload: Workload, max_batch_tokens: int) -> StepLoad:
@@ -130,4 +163,7 @@ class StepLoad(msgspec.Struct, frozen=True):
             sampled=output / steps,
             chunks=chunks,
             prompt_tokens=prompt,
+            prefills=chunks / steps,
+            decode=SlotLoad(1.0, decode_context, 1.0, decode_context, 1.0),
+            prefill=SlotLoad(chunk, prefill_context, 1.0 / chunks, chunk * prefill_context, 1.0),
         )

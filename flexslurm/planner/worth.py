@@ -84,10 +84,10 @@ class _Caps:
         full_bound = problem.full_for_ttft(depth, tier)
         places = []
         for kind in kinds:
-            time = problem.times(kind, slots)
+            time = problem.times(kind, slots, depth)
             allowed = problem.blocks(kind) >= least
             if np.isfinite(full_bound):
-                allowed = allowed & (problem.times(kind, slots, full=True) <= full_bound)
+                allowed = allowed & (problem.full_times(kind, slots) <= full_bound)
             places.append(self._places(np.where(allowed, time, np.inf)))
         values = np.unique(np.concatenate([p for place in places for p in place]))
         bound = problem.slowest_for_tpot(depth, tier)

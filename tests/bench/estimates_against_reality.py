@@ -141,7 +141,7 @@ def expected(gear: Gear, problem: Problem) -> Figures:
         depth = len(replica.stages)
         slots = -(-replica.max_batch // depth)
         slowest = max(
-            float(problem.times(StageKind(s.gpu_type, s.tp), slots)[s.lo, s.hi])
+            float(problem.times(StageKind(s.gpu_type, s.tp), slots, depth)[s.lo, s.hi])
             for s in replica.stages
         )
         cycles.append(float(problem.cycle_s(depth, slowest)))

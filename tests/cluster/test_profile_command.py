@@ -43,7 +43,7 @@ def profiled(model: Path, site: Path, gpu_type: str, tp: int, *more: str) -> Pro
 def test_a_group_of_two_ranks(tiny_model: Path, site: Path, capsys) -> None:
     profile = profiled(tiny_model, site, "plain", 2)
     assert (profile.model, profile.kind, profile.dtype) == ("llama", ("plain", 2), "float64")
-    assert profile.layer_s(4, 100, 100) > 0 and profile.last(4) > 0 and profile.load_layer_s > 0
+    assert profile.layer_s(4, 100, 100, 4) > 0 and profile.last(4) > 0 and profile.load_layer_s > 0
     said = capsys.readouterr()
     assert said.out.strip().endswith("llama-plain-tp2-float64.csv")
     assert "decode, 4 x 1 tokens of 48" in said.err
@@ -53,7 +53,7 @@ def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, sit
     """Six layers stand for 80 of 6.8 GB in float64, read at three quarters of 2.039 TB/s."""
     profile = profiled(tiny_model, site, "acting", 1, "-q")
     layer_s = 80 / 6 * (8 * 855.7e6 / (0.75 * 2.039e12) + 120e-6)
-    assert profile.layer_s(1, 32, 32) == pytest.approx(layer_s, rel=0.1)
+    assert profile.layer_s(1, 32, 32, 1) == pytest.approx(layer_s, rel=0.1)
 
 
 def test_errors_are_those_of_the_trial(tiny_model: Path, site: Path, capsys) -> None:

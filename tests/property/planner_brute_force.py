@@ -92,14 +92,22 @@ class BruteForce:
             held = self.output - 1 + chunks
             decode = self.prompt + self.output / 2
             prefill = (self.prompt + self.prompt / chunks) / 2
-            new = slots * (self.prompt + self.output - 1) / held
-            context = slots * ((self.output - 1) * decode + chunks * prefill) / held
-            pairs = slots * ((self.output - 1) * decode + self.prompt * prefill) / held
-            sampled = slots * self.output / held
-            cycle = (
-                depth * max(cost.step_s(new, context, sampled, pairs) for _, cost in stages)
-                + self.topology.step_s
+            # How many slots of a micro-batch bring a chunk, in a step where any does; and how
+            # often any slot of all micro-batches does, for which then all stages wait.
+            bring = slots * (chunks / held) / (1 - ((held - chunks) / held) ** slots)
+            often = 1 - ((held - chunks) / held) ** (slots * depth)
+            slowest = max(
+                (1 - often) * cost.step_s(slots, slots * decode, slots, slots * decode)
+                + often
+                * cost.step_s(
+                    slots - bring + bring * self.prompt / chunks,
+                    (slots - bring) * decode + bring * prefill,
+                    slots - bring + bring / chunks,
+                    (slots - bring) * decode + bring * prefill * self.prompt / chunks,
+                )
+                for _, cost in stages
             )
+            cycle = depth * slowest + self.topology.step_s
             if self.slo and self.goal.slo.tpot_s is not None and cycle > self.goal.slo.tpot_s:
                 break
             if self.slo and self.goal.slo.ttft_s is not None:

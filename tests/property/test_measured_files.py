@@ -15,7 +15,9 @@ _seconds = st.floats(1e-9, 1e6)
 _rows = st.one_of(
     st.builds(Row, st.just("decode"), _counts, _counts, st.integers(0, 10**6), _seconds),
     st.builds(Row, st.just("prefill"), _counts, _counts, _counts, _seconds),
-    st.builds(Row, st.sampled_from(["first", "last"]), _counts, _counts, st.just(0), _seconds),
+    st.builds(
+        Row, st.sampled_from(["step", "first", "last"]), _counts, _counts, st.just(0), _seconds
+    ),
     st.builds(Row, st.just("load"), _counts, st.just(0), st.just(0), _seconds),
 )
 _abouts = st.fixed_dictionaries(
@@ -38,7 +40,7 @@ def test_any_profile_gives_times_that_never_fall(
     rows = [*rows, Row("decode", 1, 1, 8, one), Row("decode", 1, 4, 8, two)]
     profile = read_profile(write_profile(about, rows), "p.csv")
     assert profile.kind == (about["gpu_type"], about["tp"])
-    times = [profile.layer_s(new, new * 8, new * 8) for new in (1, 2, 4, 16, 64)]
+    times = [profile.layer_s(new, new * 8, new * 8, new) for new in (1, 2, 4, 16, 64)]
     assert times == sorted(times) and times[0] >= 0
 
 

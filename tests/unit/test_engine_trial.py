@@ -11,6 +11,7 @@ from flexslurm.engine.footprint import block_bytes, stage_bytes
 from flexslurm.engine.trial import (
     BODY,
     FIRST,
+    INNER,
     LAST,
     Grid,
     Load,
@@ -24,6 +25,7 @@ from flexslurm.engine.trial import (
 )
 from flexslurm.errors import CapacityError, ConfigError, DeadlineExceeded, ModelError
 from flexslurm.planner.profiles import Row, read_profile, write_profile
+from tests.conftest import TinyModels
 
 GRID = Grid(max_batch=16, max_tokens=64, max_context=256, block_tokens=16)
 ABOUT = {"model": "m", "gpu_type": "a", "tp": 1, "dtype": "float64"}
@@ -41,7 +43,9 @@ def test_stages_and_their_blocks_fit(tiny_model: Path, arena_bytes: int) -> None
     assert taken <= arena_bytes
     by_role = {run.role: run for run in runs}
     assert (by_role[FIRST].lo, by_role[LAST].hi) == (0, info.num_layers)
-    assert by_role[BODY].hi < info.num_layers, "the body has no head"
+    assert 0 < by_role[BODY].lo < by_role[BODY].hi < info.num_layers, "the body has no ends"
+    if by_role[BODY].layers > 1:
+        assert (by_role[INNER].lo, by_role[INNER].hi) == (1, 2)
     most = max(probe.load.blocks(16) for probe in probes)
     assert all(run.kv_blocks == most for run in runs)
 
@@ -53,6 +57,16 @@ def test_a_large_memory_allows_every_step(tiny_model: Path) -> None:
     loads = [probe.load for probe in probes]
     assert Load(16, 1, 256) in loads and Load(1, 64, 64) in loads
     assert max(load.new_tokens for load in loads) == GRID.max_tokens
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+def test_models_of_few_layers(tiny_models: TinyModels, layers: int) -> None:
+    info = check_model(tiny_models(layers=layers))
+    runs, probes = plan(info, GRID, tp=1, dtype="float64", arena_bytes=1 << 30)
+    by_role = {run.role: run for run in runs}
+    assert (INNER in by_role) == (layers > 3)
+    assert {probe.role for probe in probes} == {BODY, LAST} | ({FIRST} if layers > 3 else set())
+    assert by_role[BODY].layers == max(1, layers - 1 - (layers > 3))
 
 
 def test_no_memory_for_a_layer_says_how_many_bytes(tiny_model: Path) -> None:
@@ -86,7 +100,7 @@ def test_sequences_have_blocks_of_their_own() -> None:
 
 
 def _measured() -> list[Measured]:
-    """A GPU on which a layer takes 2 ms and 0.1 more a token, a step 3, the head 5."""
+    """A GPU on which a layer takes 2 ms and 0.1 more a token, a step 3, the ends 1 and 5."""
 
     def layer(load: Load) -> float:
         return 2e-3 + 1e-4 * load.new_tokens
@@ -94,6 +108,8 @@ def _measured() -> list[Measured]:
     found = [Measured(BODY, 8, 4.0), Measured(FIRST, 1, 9.0)]
     for load in (Load(1, 1, 32), Load(4, 1, 32), Load(1, 64, 64), Load(4, 1, 256)):
         found.append(Measured(BODY, 8, 3e-3 + 8 * layer(load), load, 3e-3 + layer(load)))
+    load = Load(1, 64, 64)
+    found.append(Measured(FIRST, 1, 4e-3 + layer(load), load, 3e-3 + layer(load)))
     load = Load(4, 1, 32, sampled=True)
     found.append(Measured(LAST, 1, 8e-3 + layer(load), load, 3e-3 + layer(load)))
     return found
@@ -105,15 +121,17 @@ def test_layers_steps_and_head_are_told_apart() -> None:
     by_phase = {(r.phase, r.batch, r.context): r.seconds for r in rows}
     assert by_phase["decode", 4, 256] == pytest.approx(8 * 2.4e-3)
     assert by_phase["prefill", 1, 64] == pytest.approx(8 * 8.4e-3)
-    assert by_phase["first", 64, 0] == pytest.approx(3e-3)
+    assert by_phase["step", 64, 0] == pytest.approx(3e-3)
+    assert by_phase["first", 64, 0] == pytest.approx(1e-3)
     assert by_phase["last", 4, 0] == pytest.approx(5e-3)
 
 
 def test_the_profile_gives_back_what_was_measured() -> None:
     rows = rows_of(_measured())
     profile = read_profile(write_profile(ABOUT, rows), "p.csv")
-    assert profile.layer_s(4, 128, 128) == pytest.approx(2.4e-3, rel=1e-3)
-    assert profile.first(4) == pytest.approx(3e-3)
+    assert profile.layer_s(4, 128, 128, 4) == pytest.approx(2.4e-3, rel=1e-3)
+    assert profile.step(4) == pytest.approx(3e-3)
+    assert profile.first(4) == pytest.approx(1e-3)
     assert profile.last(4) == pytest.approx(5e-3)
     assert profile.load_layer_s == pytest.approx(0.5)
 

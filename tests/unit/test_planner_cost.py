@@ -139,3 +139,25 @@ def test_step_loads_of_a_request_add_up() -> None:
     assert load.sampled * steps == pytest.approx(50)
     one = StepLoad.of(Workload(1, 1), 256)
     assert (one.new_tokens, one.sampled, one.chunks) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 40])
+def test_steps_with_and_without_prefill_are_a_mean_step(slots: int) -> None:
+    load = StepLoad.of(Workload(1000, 50), 256)
+    share = load.prefill_share(slots)
+    mean = [
+        (1 - share) * one + share * other
+        for one, other in zip(load.without_prefill(slots), load.with_prefill(slots), strict=True)
+    ]
+    wanted = (load.new_tokens, load.context_tokens, load.sampled, load.pairs, 1.0)
+    assert mean == pytest.approx([slots * one for one in wanted])
+
+
+def test_all_stages_wait_for_one_that_has_prefill() -> None:
+    """The deeper the pipeline, the more often some micro-batch in it brings a prompt."""
+    slow = msgspec.structs.replace(GPU, flops=1e12)
+    problem = Problem(spec_of(), Topology({"g": slow}, NODE_LINK), Goal(Workload(400, 40)))
+    kind = StageKind("g", 1)
+    alone, two, four = (float(problem.times(kind, 4, depth)[1, 3]) for depth in (1, 2, 4))
+    longest = float(problem.full_times(kind, 4)[1, 3])
+    assert alone < two < four < longest

@@ -23,22 +23,28 @@ SPEC = ModelSpec.from_config(config_of("smollm2-135m"), name="smollm2-135m")
 FIGURES = Topology.from_catalogue(("l4",))
 
 
-def true_layer(new: float, context: float, pairs: float) -> float:
-    """A machine: flat to 16 tokens, then linear; reading KV; attending."""
-    return 1e-3 + 5e-5 * max(0.0, new - 16) + 2e-7 * context + 1e-8 * pairs
+def true_layer(new: float, context: float, pairs: float, sequences: float) -> float:
+    """A machine: flat to 16 tokens, then linear; reading KV; attending; laying out a sequence."""
+    step = 1e-3 + 5e-5 * max(0.0, new - 16)
+    return step + 2e-7 * context + 1e-8 * pairs + 3e-5 * sequences
 
 
 def rows() -> list[Row]:
     found = [
         Row("decode", layers, batch, context, layers * true_layer(batch, batch * context,
-                                                                  batch * context))
+                                                                  batch * context, batch))
         for layers in (2, 4)
         for batch in (1, 4, 16, 64)
         for context in (16, 256, 1024)
     ]  # fmt: skip
     found += [
-        Row("prefill", 2, 1, n, 2 * true_layer(n, n, n * (n + 1) / 2)) for n in (32, 128, 512)
+        Row("prefill", 2, 1, n, 2 * true_layer(n, n, n * (n + 1) / 2, 1)) for n in (32, 128, 512)
     ]
+    found += [
+        Row("prefill", 2, 4, n // 4, 2 * true_layer(n, n, n * (n // 4 + 1) / 2, 4))
+        for n in (32, 128)
+    ]
+    found += [Row("step", 1, n, 0, 2e-4) for n in (1, 64)]
     found += [Row("first", 0, n, 0, 1e-6 * n) for n in (1, 64, 512)]
     found += [Row("last", 0, n, 0, 1e-3 + 2e-5 * n) for n in (1, 16, 64)]
     return [*found, Row("load", 4, 0, 0, 0.4)]
@@ -47,8 +53,8 @@ def rows() -> list[Row]:
 def test_the_fit_gives_back_a_machine_of_its_kind() -> None:
     profile = read_profile(write_profile(ABOUT, rows()), "p.csv")
     assert profile.kind == StageKind("l4", 1)
-    decodes = [(n, n * c, n * c) for n, c in ((1, 16), (8, 110), (40, 100), (64, 1024))]
-    prefills = [(n, n, n * (n + 1) / 2) for n in (40, 300)]
+    decodes = [(n, n * c, n * c, n) for n, c in ((1, 16), (8, 110), (40, 100), (64, 1024))]
+    prefills = [(n, n, n * (n + 1) / 2, 1) for n in (40, 300)]
     for load in (*decodes, *prefills):
         assert profile.layer_s(*load) == pytest.approx(true_layer(*load), rel=0.03), load
     assert profile.load_layer_s == pytest.approx(0.1)
@@ -61,8 +67,9 @@ def test_times_never_fall_even_where_measurements_do() -> None:
     noisy = [r._replace(seconds=r.seconds * (1.3 if i % 3 else 0.7)) for i, r in enumerate(rows())]
     profile = read_profile(write_profile(ABOUT, noisy), "p.csv")
     for grid in (
-        [profile.layer_s(n, 1000, 1000) for n in range(1, 700, 7)],
-        [profile.layer_s(8, n, n) for n in range(1, 70_000, 700)],
+        [profile.layer_s(n, 1000, 1000, 8) for n in range(1, 700, 7)],
+        [profile.layer_s(8, n, n, 8) for n in range(1, 70_000, 700)],
+        [profile.layer_s(64, 1000, 1000, n) for n in range(1, 64)],
         [profile.last(n) for n in range(1, 100)],
     ):
         assert all(a <= b for a, b in itertools.pairwise(grid))
@@ -79,13 +86,13 @@ def test_the_planner_uses_what_was_measured() -> None:
     profile = read_profile(write_profile(ABOUT, rows()), "p.csv")
     goal = Goal(Workload(64, 64), limits=Limits(max_batch=16))
     problem = Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})
-    time = problem.times(profile.kind, 4)
-    new, context = 4 * problem.load.new_tokens, 4 * problem.load.context_tokens
-    layer = profile.layer_s(new, context, 4 * problem.load.pairs)
+    time = problem.full_times(profile.kind, 4)
+    new, context = 64 + 3, 64 + 3 * problem.load.context_tokens
+    layer = profile.layer_s(new, context, 64 * 64 + 3 * problem.load.context_tokens, 4)
     send = FIGURES.node_link.latency_s + new * SPEC.activation_bytes / FIGURES.node_link.bandwidth
-    assert time[3, 10] == pytest.approx(7 * layer + send, rel=1e-9)
-    ends = profile.first(new) + profile.last(4 * problem.load.sampled)
-    assert time[0, 30] == pytest.approx(30 * layer + ends, rel=1e-9)
+    assert time[3, 10] == pytest.approx(7 * layer + 2e-4 + send, rel=1e-9)
+    ends = profile.first(new) + profile.last(4)
+    assert time[0, 30] == pytest.approx(30 * layer + 2e-4 + ends, rel=1e-9)
     signature = Signature.parse("l4:1")
     slow = plan_gear(SPEC, FIGURES, goal, signature, profiles={profile.kind: profile})
     formula = plan_gear(SPEC, FIGURES, goal, signature)
@@ -103,13 +110,13 @@ GOOD = write_profile(ABOUT, rows())
         ("", None, "does not say its model and gpu_type and tp and dtype"),
         (GOOD.replace(" tp=1", " tp=x"), 1, "tp must be a whole number"),
         (GOOD.replace("phase,layers", "phase,stages"), 2, "the columns must be"),
-        (GOOD + "decode,2,1,64\n", 36, "5 values are expected, not 4"),
-        (GOOD + "decode,2,1,64,-0.1\n", 36, "at least 0, not -0.1"),
-        (GOOD + "decode,2,1,64,nan\n", 36, "finite"),
-        (GOOD + "decode,2,1,64,soon\n", 36, "seconds must be a number, not 'soon'"),
-        (GOOD + "decode,2,-1,64,1\n", 36, "batch must be a whole number"),
-        (GOOD + "decode,0,1,64,1\n", 36, "above 0"),
-        (GOOD + "warmup,2,1,64,1\n", 36, "unknown phase 'warmup'"),
+        (GOOD + "decode,2,1,64\n", 40, "5 values are expected, not 4"),
+        (GOOD + "decode,2,1,64,-0.1\n", 40, "at least 0, not -0.1"),
+        (GOOD + "decode,2,1,64,nan\n", 40, "finite"),
+        (GOOD + "decode,2,1,64,soon\n", 40, "seconds must be a number, not 'soon'"),
+        (GOOD + "decode,2,-1,64,1\n", 40, "batch must be a whole number"),
+        (GOOD + "decode,0,1,64,1\n", 40, "above 0"),
+        (GOOD + "warmup,2,1,64,1\n", 40, "unknown phase 'warmup'"),
         ("\n".join(line for line in GOOD.splitlines() if "decode" not in line), None, "decode"),
     ],
 )
