@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings, ShiftOrder
 from flexslurm.control.policy import PolicySettings
+from flexslurm.control.trends import Sample
+from flexslurm.control.watch import WatchSettings
 from flexslurm.gear import Gear
 from flexslurm.messages import Message
 
@@ -113,6 +115,13 @@ class GearPlanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """An interval has passed, and this is what it showed."""
+
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """`SwitchOver` has been done."""
 
@@ -154,7 +163,7 @@ class Unreachable:
 
 RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
-Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned
+Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned | Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +180,17 @@ class ControlSettings:
     """Wait this long after a loss: what dies with it is often told next."""
     max_failures: int = 3
     """Installs that may fail on one agent before it is left out."""
+    watch: WatchSettings = field(default_factory=WatchSettings)
+
+
+@dataclass(slots=True)
+class DecisionReport:
+    """What the policy said, and when it last said so."""
+
+    at_s: float
+    verdict: str
+    """`shift`, `stay`, or `wait` where nothing serves."""
+    reason: str
 
 
 @dataclass(slots=True)

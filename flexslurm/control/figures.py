@@ -11,6 +11,16 @@ from dataclasses import dataclass
 
 SHIFTING_LIMIT = 0.05
 """Share of the time that shifts may take."""
+_MOST_KEPT = 100
+"""Shifts of which the figures stay readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Throughput of one shift, over that just before; None where there was none to compare with."""
+
+    during: float | None = None
+    after: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,16 @@ class Judgement:
     def within_limit(self) -> bool:
         return self.shifting < SHIFTING_LIMIT
 
+    def figures(self) -> dict[str, float | None]:
+        """By name, for programs."""
+        return {
+            "throughput_kept_during": self.kept_during,
+            "throughput_kept_after": self.kept_after,
+            "requests_succeeded": self.success,
+            "time_shifting": self.shifting,
+            "paused_s": self.paused_s,
+        }
+
     def words(self) -> str:
         """For people, in one line."""
 
@@ -54,6 +74,7 @@ class _Open:
     before: float
     """Tokens per second just before."""
     began: float
+    epoch: int
     tokens: int = 0
     ended: float | None = None
     after_tokens: int = 0
@@ -82,6 +103,7 @@ class ServiceFigures:
         self._last_rate = 0.0
         self._shifts = 0
         self._good = self._bad = 0
+        self._kept: dict[int, Kept] = {}
 
     # ------------------------------------------------------------------ what happens
 
@@ -120,7 +142,7 @@ class ServiceFigures:
         else:
             self._bad += 1
 
-    def shift_began(self, now: float) -> None:
+    def shift_began(self, now: float, epoch: int = 0) -> None:
         """A shift from a gear that serves; the first gear's install is none."""
         self._at(now)
         assert self._open is None, "two shifts at once"
@@ -128,7 +150,7 @@ class ServiceFigures:
         if self._began is None:
             return
         self._shifts += 1
-        self._open = _Open(self._calm_rate(now), now)
+        self._open = _Open(self._calm_rate(now), now, epoch)
 
     def _calm_rate(self, now: float) -> float:
         """Tokens per second since the last shift, at most `around_s` back.
@@ -157,6 +179,7 @@ class ServiceFigures:
         if shift.before > 0 and took > 0:
             self._during_weight += took
             self._during_sum += shift.tokens / shift.before
+            self._keep(shift.epoch, Kept(shift.tokens / shift.before / took))
         self._after = shift
 
     # ------------------------------------------------------------------ what it comes to
@@ -200,6 +223,17 @@ class ServiceFigures:
         if after.before > 0 and span >= self._around_s / 10:
             self._after_weight += span
             self._after_sum += after.after_tokens / after.before
+            during = self._kept.get(after.epoch, Kept()).during
+            self._keep(after.epoch, Kept(during, after.after_tokens / after.before / span))
+
+    def _keep(self, epoch: int, kept: Kept) -> None:
+        self._kept[epoch] = kept
+        while len(self._kept) > _MOST_KEPT:
+            del self._kept[min(self._kept)]
+
+    def kept(self, epoch: int) -> Kept:
+        """What one shift kept, once that is known."""
+        return self._kept.get(epoch, Kept())
 
     def _end_pause(self, now: float) -> None:
         if self._paused_at is not None:

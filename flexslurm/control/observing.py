@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flexslurm.control.actions import PlanShift
 from flexslurm.control.horizon import MemberRisk, Outlook, outlook_of
 from flexslurm.control.installed import InstalledGear
+from flexslurm.control.lives import Lives
 from flexslurm.control.members import AgentRecord, GpuAt, Members, signature_of
 from flexslurm.control.policy import Observation, Option, ShiftPrice
+from flexslurm.control.trends import corrected
+from flexslurm.control.watch import Watch
 from flexslurm.gear import Gear, NoGear, Signature, Slot
 from flexslurm.messages import Pacing
+
+_TOGETHER_S = 60.0
+"""Pilots whose known ends are so close end together."""
+_SOON_S = 3600.0
+"""Ends that are further off are no reason to look for a gear without."""
 
 
 class Planner(Protocol):
@@ -40,26 +49,36 @@ class Planner(Protocol):
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Where observations come from. Read only."""
+
+    members: Members
+    planner: Planner
+    watch: Watch
+    preview: Callable[[float, Gear], PlanShift | None]
+    """A shift to a gear as it would be planned now; None where it does not fit."""
+
+
 def observe(
     now: float,
-    members: Members,
+    known: Known,
     current: InstalledGear | None,
-    planner: Planner,
-    preview: Callable[[float, Gear], PlanShift | None],
     last_shift_at: float | None,
+    *,
+    first: bool,
 ) -> Observation:
-    """`preview`: a shift to a gear as it would be planned now; None where it does not fit."""
-    usable = members.usable()
-    best = planner.choose(signature_of(usable))
-    found = {gear.name: gear for gear in planner.options(signature_of(usable))}
-    if isinstance(best, Gear):
-        found[best.name] = best
+    """`first`: no gear has served yet."""
+    members, planner, watch = known.members, known.planner, known.watch
+    best = planner.choose(signature_of(members.usable()))
     options = []
-    for gear in found.values() if current is not None else ():
-        ask = preview(now, gear)
+    for gear in _reachable(now, best, known):
+        ask = known.preview(now, gear)
         if ask is not None:
-            outlook = _outlook(now, members, ask.new)
-            options.append(Option(gear, planner.price(ask), outlook))
+            price = ShiftPrice()
+            if current is not None:
+                price = _corrected(planner.price(ask), current.gear, watch.corrections)
+            options.append(Option(gear, price, _outlook(now, known, ask.new)))
     return Observation(
         current=current.gear if current is not None else None,
         lost=tuple(f"replica {n}" for n in current.lost) if current is not None else (),
@@ -68,8 +87,37 @@ def observe(
         best_with_leaving=planner.choose(signature_of(members.usable(leaving=True))),
         since_shift_s=None if last_shift_at is None else now - last_shift_at,
         options=tuple(options),
-        outlook=_outlook(now, members, current) if current is not None else Outlook(),
+        outlook=_outlook(now, known, current) if current is not None else Outlook(),
+        windows=watch.windows(now),
+        corrections=watch.corrections,
+        first=first,
     )
+
+
+def _reachable(now: float, best: Gear | NoGear, known: Known) -> list[Gear]:
+    """What was named for use, what does without pilots that may be lost or end, the best gear."""
+    usable, planner = known.members.usable(), known.planner
+    found = {gear.name: gear for gear in planner.options(signature_of(usable))}
+    for safer in _safer(now, usable, known.watch.lives):
+        gear = planner.choose(signature_of(safer)) if safer else None
+        if isinstance(gear, Gear):
+            found.setdefault(gear.name, gear)
+    if isinstance(best, Gear):
+        found[best.name] = best
+    return list(found.values())
+
+
+def _safer(now: float, usable: Sequence[AgentRecord], lives: Lives) -> list[list[AgentRecord]]:
+    """Without each kind of pilot that is lost at times, and without those that end soon."""
+    risky = sorted({lives.kind_of(one) for one in usable if lives.hazard_per_s(one) > 0})
+    found = [[one for one in usable if lives.kind_of(one) != kind] for kind in risky]
+    lasting = [one for one in usable if one.ends_at is None or one.ends_at - now > _SOON_S]
+    return found if len(lasting) == len(usable) else [*found, lasting]
+
+
+def _corrected(price: ShiftPrice, current: Gear, factors: Mapping[str, float]) -> ShiftPrice:
+    """What serves meanwhile is the present gear: its estimate is off as it was measured to be."""
+    return replace(price, tokens_per_s=corrected(price.tokens_per_s, current.name, factors))
 
 
 def leaving_members(members: Members, current: InstalledGear | None) -> tuple[str, ...]:
@@ -80,10 +128,51 @@ def leaving_members(members: Members, current: InstalledGear | None) -> tuple[st
     return tuple(sorted(members.agents[a].name for a in current.agents - kept))
 
 
-def _outlook(now: float, members: Members, gear: InstalledGear) -> Outlook:
-    """When the gear's members end, as far as it is known: by notice or by walltime."""
-    risks = []
+def _outlook(now: float, known: Known, gear: InstalledGear) -> Outlook:
+    """When the gear's pilots end, as far as it is known, how likely they go before, and what then.
+
+    A known end comes by notice or by walltime. After the first loss the best gear of the other
+    pilots serves.
+    """
+    agents, lives = known.members.agents, known.watch.lives
+    pilots: dict[str, list[AgentRecord]] = {}
     for agent in sorted(gear.agents):
-        ends_at = members.agents[agent].ends_at
-        risks.append(MemberRisk(None if ends_at is None else max(ends_at - now, 0.0)))
-    return outlook_of(risks)
+        pilots.setdefault(agents[agent].hello.fragment, []).append(agents[agent])
+    risks = {
+        name: MemberRisk(_ends_in(now, nodes), lives.hazard_per_s(nodes[0]))
+        for name, nodes in pilots.items()
+    }
+    outlook = outlook_of(risks.values())
+    if outlook.known_end_s is None and not outlook.hazard_per_s:
+        return outlook
+    after = _after_loss(now, known, risks)
+    if after is None:
+        return outlook
+    rate = corrected(after.estimates.tokens_per_s, after.name, known.watch.corrections)
+    # replicas without the lost pilot serve on meanwhile
+    recovery_s = known.watch.recovery_s(after) / len(gear.gear.replicas)
+    return outlook_of(risks.values(), rate, recovery_s)
+
+
+def _ends_in(now: float, nodes: Sequence[AgentRecord]) -> float | None:
+    ends = [node.ends_at for node in nodes if node.ends_at is not None]
+    return max(min(ends) - now, 0.0) if ends else None
+
+
+def _after_loss(now: float, known: Known, risks: Mapping[str, MemberRisk]) -> Gear | None:
+    """The gear without the pilot that goes first, or most likely, and those that end with it."""
+    never = float("inf")
+
+    def ends(risk: MemberRisk) -> float:
+        return never if risk.ends_in_s is None else risk.ends_in_s
+
+    first = min(risks, key=lambda name: (ends(risks[name]), -risks[name].hazard_per_s))
+    last_s = ends(risks[first]) + _TOGETHER_S
+    rest = [
+        agent
+        for agent in known.members.usable()
+        if agent.hello.fragment != first
+        and (agent.ends_at is None or agent.ends_at - now > last_s or last_s == never)
+    ]
+    after = known.planner.choose(signature_of(rest)) if rest else None
+    return after if isinstance(after, Gear) else None

@@ -316,12 +316,19 @@ def _shifted(
 
 
 def _useful(seen: Observation, window: Window | None) -> Callable[[Gear], float]:
-    """Tokens per second of a gear as measured or corrected, and no more than are wanted."""
+    """Tokens per second of a gear as measured or corrected, and no more than are wanted.
+
+    What the present gear was seen to do it can do, whatever was estimated.
+    """
     demand = window.demand_tokens_per_s if window is not None else None
 
     def rate(gear: Gear) -> float:
         own = corrected(gear.estimates.tokens_per_s, gear.name, seen.corrections)
-        return own if demand is None else min(own, demand)
+        if window is None or demand is None:
+            return own
+        if gear == seen.current:
+            own = max(own, window.p95_tokens_per_s)
+        return min(own, demand)
 
     return rate
 

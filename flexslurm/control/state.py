@@ -28,6 +28,7 @@ from flexslurm.control.events import (
     CutOver,
     Event,
     GearPlanned,
+    Measured,
     MoveFailed,
     Parked,
     ParkedAway,
@@ -39,11 +40,12 @@ from flexslurm.control.events import (
     Transferred,
 )
 from flexslurm.control.farewell import Farewells
+from flexslurm.control.history import Decisions, report_of
 from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
-from flexslurm.control.members import AgentRecord, GpuAt, Members, WorkerRecord
+from flexslurm.control.members import AgentRecord, AgentState, GpuAt, Members, WorkerRecord
 from flexslurm.control.moved import hear_of_moves
-from flexslurm.control.observing import Planner, observe
+from flexslurm.control.observing import Known, Planner, observe
 from flexslurm.control.phases import Phase
 from flexslurm.control.policy import Decision, decide
 from flexslurm.control.preview import kept_replicas, preview_shift
@@ -60,6 +62,7 @@ from flexslurm.control.roll import (
     WorkerSaid,
 )
 from flexslurm.control.shift import Shift
+from flexslurm.control.watch import Watch
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Slot
 from flexslurm.messages import Installed, InstallFailed, Message, Retired, ServiceState
@@ -94,6 +97,7 @@ class Control:
     ever_served: bool = False
     last_shift_at: float | None = None
     history: deque[ShiftReport] = field(default_factory=lambda: deque(maxlen=100))
+    decisions: Decisions = field(default_factory=Decisions)
     _plan: _Plan = field(default_factory=_Plan)
     _stranded: bool = False
     """Whether the last decision found nothing to go to."""
@@ -103,6 +107,7 @@ class Control:
         close_timeout_s = self.settings.install.close_timeout_s
         self._aftermath = Aftermath(self.members, self.holdings, close_timeout_s)
         self._farewells = Farewells(self.members, self.holdings)
+        self.watch = Watch(self.settings.watch)
 
     @property
     def state(self) -> ServiceState:
@@ -131,6 +136,10 @@ class Control:
             case GearPlanned():
                 self._plan.soon(now)
                 actions = []
+            case Measured(sample):
+                actions = self.watch.lives.pass_time(now, self.members.agents.values())
+                if self.watch.take(now, sample, self.current):
+                    self._plan.soon(now)
             case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
                 actions = hear_of_moves(now, event, self.shift, self.history)
             case _:
@@ -153,6 +162,7 @@ class Control:
                 self.pinned, self._stranded = None, False
                 self._plan.soon(now + settings.loss_settle_s)
                 self._fail_shift_over(now, agent, f"{agent.name} must leave")
+                return self.watch.lives.lost(now, agent)
             case Stays():
                 self.pinned = None
                 self._plan.soon(now)
@@ -160,9 +170,11 @@ class Control:
             case CordonChanged():
                 self.pinned = None
                 self._plan.soon(now)
-            case AgentGone():
+            case AgentGone(agent):
                 self.pinned = None
                 self._plan.soon(now + settings.loss_settle_s)
+                if agent.state is not AgentState.LEAVING:
+                    return self.watch.lives.lost(now, agent)
             case WorkerGone(worker):
                 return self._worker_is_gone(now, worker)
             case WorkerFailedToStart(agent):
@@ -200,6 +212,7 @@ class Control:
                 self.shift.fail(now, f"a new replica is broken: {reason}")
             return []
         self.current = self.current.without((key,))
+        self.watch.broken(now)
         self._farewells.lose(key)
         if self.shift is not None:
             self.shift.on_lost(now, self.current, key)
@@ -263,17 +276,19 @@ class Control:
         if self.pinned is not None:
             decision = self._keep_pinned(self.pinned)
         else:
-            seen = observe(
-                now, self.members, self.current, self.planner, self.preview, self.last_shift_at
-            )
+            known = Known(self.members, self.planner, self.watch, self.preview)
+            first = not self.ever_served
+            seen = observe(now, known, self.current, self.last_shift_at, first=first)
             decision = decide(seen, self.settings.policy)
         self._stranded = decision.gear is None
         self.reason = decision.reason
         if decision.look_again_s is not None:
             self._plan.soon(now + decision.look_again_s)
+        actions = self.decisions.note(now, decision, serving=self.current is not None)
         if decision.gear is None:
-            return [Say(decision.reason)]
-        return self._start(now, decision.gear, decision.reason)
+            self.watch.waits()
+            return actions
+        return actions + self._start(now, decision.gear, decision.reason)
 
     def _keep_pinned(self, gear: Gear) -> Decision:
         if self.current is not None and self.current.gear == gear and not self.current.lost:
@@ -347,7 +362,8 @@ class Control:
         self.ever_served = True
         self._plan.attempts = 0
         self.last_shift_at = now
-        self.history.append(_report(now, shift, "committed"))
+        self.watch.whole(now)
+        self.history.append(report_of(now, shift, "committed"))
         self._plan.soon(now)  # what came or left meanwhile
         retires: list[Action] = []
         for key in closed:
@@ -366,7 +382,7 @@ class Control:
         ]
 
     def _aborted(self, now: float, shift: Shift) -> list[Action]:
-        self.history.append(_report(now, shift, f"aborted: {shift.failure}"))
+        self.history.append(report_of(now, shift, f"aborted: {shift.failure}"))
         if shift.blamed is not None and (agent := self.members.agents.get(shift.blamed)):
             agent.blame(shift.failure, self.settings.max_failures)
         if shift.fatal:
@@ -378,16 +394,3 @@ class Control:
             Record({"event": "aborted", "epoch": shift.epoch, "why": shift.failure}),
             Say(f"epoch {shift.epoch} is given up: {shift.failure}", warning=True),
         ]
-
-
-def _report(now: float, shift: Shift, outcome: str) -> ShiftReport:
-    return ShiftReport(
-        epoch=shift.epoch,
-        why=shift.reason,
-        before=shift.before,
-        after=shift.gear.layout(),
-        started_at=shift.started_at,
-        took_s=now - shift.started_at,
-        outcome=outcome,
-        mode=str(shift.order.mode) if shift.order is not None else "",
-    )

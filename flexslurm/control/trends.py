@@ -14,7 +14,7 @@ from math import ceil, floor
 from flexslurm.control.spread import Spread
 
 HEADROOM = 0.7
-"""A gear carries a load when the load's P95 is at most this share of what the gear can do."""
+"""A gear carries a load when the load's average is at most this share of what the gear can do."""
 BUSY = 0.9
 """Replicas that compute this share of the time have no time left."""
 FULL = 0.5
@@ -97,8 +97,13 @@ class Window:
 
     @property
     def demand_tokens_per_s(self) -> float | None:
-        """What a gear must be able to do to carry this load; None: as much as it can."""
-        return None if self.saturated else self.p95_tokens_per_s / HEADROOM
+        """What a gear must be able to do to carry this load; None: as much as it can.
+
+        The average with headroom, and the P95 as it is.
+        """
+        if self.saturated:
+            return None
+        return max(self.tokens_per_s / HEADROOM, self.p95_tokens_per_s)
 
 
 class Trends:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexslurm.control.figures import Judgement, ServiceFigures
+from flexslurm.control.figures import Judgement, Kept, ServiceFigures
 from flexslurm.control.state import Control
 from flexslurm.head.ledger import Figures
 from flexslurm.messages import FinishReason
@@ -45,12 +45,15 @@ class Judge:
             self._seen, self._open = self._open, None
         for report in control.history:
             if report.epoch > self._seen:  # begun and ended since the last look
-                self._figures.shift_began(now)
+                self._figures.shift_began(now, report.epoch)
                 self._figures.shift_ended(now)
                 self._seen = report.epoch
         if under_way is not None and self._open is None:
-            self._figures.shift_began(now)
+            self._figures.shift_began(now, under_way)
             self._open = under_way
 
     def judge(self, now: float) -> Judgement:
         return self._figures.judge(now)
+
+    def kept(self, epoch: int) -> Kept:
+        return self._figures.kept(epoch)

@@ -23,6 +23,7 @@ from flexslurm.control.events import (
     CutOver,
     Event,
     Heard,
+    Measured,
     MoveFigures,
     Parked,
     ReplicaBroken,
@@ -38,6 +39,7 @@ from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.phases import InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.policy import PolicySettings, ShiftPrice
 from flexslurm.control.state import Control
+from flexslurm.control.trends import Sample
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage, slots
 from flexslurm.messages import (
@@ -147,9 +149,13 @@ class World:
     """Feeds a `Control`, obeys its actions as agents and workers would, keeps what it did."""
 
     def __init__(
-        self, least: int = 1, planner: OneStagePerNode | None = None, **settings: float
+        self,
+        least: int = 1,
+        planner: OneStagePerNode | None = None,
+        policy: PolicySettings | None = None,
+        **settings: object,
     ) -> None:
-        policy = PolicySettings(min_action_gap_s=0.0, migration_benefit_ratio=1.3)
+        policy = policy or PolicySettings(min_action_gap_s=0.0, migration_benefit_ratio=1.3)
         self.control = Control(
             ControlSettings(
                 head="head-1",
@@ -276,7 +282,14 @@ class World:
         assert self.control.current is not None
         self.take(ReplicaBroken(self.control.current.replicas[number].key, reason))
 
-    def join(self, name: str, gpu_type: str = "a100", gpus: int = 2, fragment: str = "") -> None:
+    def join(
+        self,
+        name: str,
+        gpu_type: str = "a100",
+        gpus: int = 2,
+        fragment: str = "",
+        walltime_s: float | None = None,
+    ) -> None:
         hello = AgentHello(
             protocol=PROTOCOL,
             incarnation=name,
@@ -285,6 +298,7 @@ class World:
             address="10.0.0.1",
             gpu_type=gpu_type,
             gpus=tuple(GpuInfo(i, 1000) for i in range(gpus)),
+            walltime_s=walltime_s,
         )
         self.take(Heard(name, hello))
 
@@ -300,6 +314,17 @@ class World:
                 for worker in list(agent.workers.values()):
                     self.take(Heard(worker.worker, WorkerBeat(worker=worker.worker)))
             self.take(Tick())
+
+    def measure(
+        self, seconds: float, tokens_per_s: float, *, waiting: int = 0, interval: float = 10.0,
+        busy: float = 1.0, full: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Let time pass under this load, with a sample at the end of each interval."""
+        end = self.now + seconds
+        while self.now < end - 1e-6:
+            self.run(interval, step=2.5)
+            sample = Sample(self.now, tokens_per_s, 4, waiting, busy, full)
+            self.take(Measured(sample))
 
     def kill_worker(self, agent: str, gpu: int = 0) -> None:
         worker = self.control.members.agents[agent].workers[gpu].worker
