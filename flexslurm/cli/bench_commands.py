@@ -73,8 +73,9 @@ def _sigterm_raises() -> Iterator[None]:
 def table(figures: list[ShiftFigures]) -> str:
     """One line a shift, below a line that says from where to where."""
     heads = (
-        "mode", "tokens", "extra gap", "pause", "step", "moved", "optimal", "transfer", "link",
-        "recompute", "restart",
+        "mode", "tokens", "extra gap", "step", "in steps", "pause", "drained", "last move",
+        "expected", "moved", "optimal", "transfer", "expected", "recompute", "restart",
+        "of recompute", "of restart",
     )  # fmt: skip
     rows = [heads, *(_row(one) for one in figures)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(heads))]
@@ -93,19 +94,29 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         one.mode,
         "equal" if one.tokens_equal else "WRONG",
         _seconds(one.longest_extra_gap_s),
-        _seconds(one.pause_s),
         _seconds(one.decode_step_s),
+        _number(one.gap_steps, ".1f"),
+        _seconds(one.pause_s),
+        _seconds(one.drain_s),
+        _seconds(one.last_move_s),
+        _seconds(one.expected_pause_s),
         _bytes(one.bytes_moved),
         _bytes(one.bytes_optimal),
         _seconds(one.transfer_s),
-        f"{_bytes(one.link_bytes_per_s)}/s",
+        _seconds(one.expected_transfer_s),
         _seconds(one.recompute_s),
         _seconds(one.cold_restart_s),
+        _number(one.gap_to_recompute, ".3f"),
+        _number(one.gap_to_restart, ".4f"),
     )
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f} s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _bytes(value: float | None) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flexslurm.engine.families import check_model
 from flexslurm.engine.kv_cache import blocks_for
-from flexslurm.engine.ownership import Holding, ShardMap
+from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
 from flexslurm.engine.routing import LiveKv
 from flexslurm.gear import Gear, Slot, slots
@@ -20,52 +21,35 @@ def least_bytes(
     block_tokens: int,
     before: StatusAnswer,
     after: StatusAnswer,
-    computed: Sequence[int],
+    kv: Sequence[tuple[int, int]],
     dtype: str = "float64",
-) -> int | None:
+) -> int:
     """Weights and KV that must come from elsewhere, for the best placement of the new gear.
 
-    `computed`: tokens of each sequence whose KV is there. None where the old gear has several
-    replicas: who had which sequence is not told.
+    `kv`: of each sequence that moves, its replica's number in the old gear, and its tokens.
     """
     old, new = before.gear, after.gear
-    if old is None or new is None or len(old.replicas) != 1:
-        return None
+    assert old is not None and new is not None, "a service that serves has a gear"
     shards = ShardMap(check_model(model), dtype, block_tokens)
     nodes = [PhysicalNode(f.name, f.gpu_type, _indices(f)) for f in before.fragments]
     current = Current(old, dict(_placement(old, before.fragments)))
     live = [
         LiveKv(
             seq_id=str(number),
-            replica=0,
+            replica=replica,
             blocks=max(blocks_for(tokens, block_tokens), 1),
             tokens=tokens,
             arrival=number,
             context=tokens,
         )
-        for number, tokens in enumerate(computed)
+        for number, (replica, tokens) in enumerate(kv)
     ]
     return place_gear(shards, new, nodes, current, live).moved_bytes
 
 
-def padding_bytes(
-    model: Path, block_tokens: int, after: StatusAnswer, padded: int, dtype: str = "float64"
-) -> int:
-    """What alignment adds to the weights of a gear's new replicas, of `padded` bytes in all.
-
-    Replicas that stayed were not installed: the last ones of the gear that make up `padded` are
-    the new ones.
-    """
-    assert after.gear is not None, "a gear that was shifted to is in place"
-    shards = ShardMap(check_model(model), dtype, block_tokens)
-    whole = exact = 0
-    for replica in reversed(after.gear.replicas):
-        for stage, found in enumerate(replica.stages):
-            for rank in range(found.tp if whole < padded else 0):
-                held = Holding.of_slot(replica, stage, rank)
-                whole += shards.weights_bytes(held)
-                exact += sum(piece.nbytes for piece in shards.pieces(held))
-    return padded - exact if whole == padded else 0
+def moved_bytes(line: Mapping[str, Any]) -> int:
+    """What the head's history says of a shift: weights and KV that came from elsewhere."""
+    return sum(int(line[key]) for key in ("moved_bytes", "read_bytes", "kv_bytes"))
 
 
 def _indices(fragment: FragmentStatus) -> tuple[int, ...]:

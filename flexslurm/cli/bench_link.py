@@ -1,42 +1,115 @@
-"""The bandwidth of this machine's loopback, over which virtual GPUs move their bytes."""
+"""The bandwidth of the workers' data plane on this machine, with nothing else running."""
 
 from __future__ import annotations
 
-import socket
+import mmap
+import multiprocessing
+import secrets
 import statistics
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-_CHUNK_BYTES = 1 << 20
-_CHUNKS = 64
-_TRIES = 3
-_TIMEOUT_S = 30.0
+from flexslurm.errors import DeadlineExceeded, ServiceError
 
+if TYPE_CHECKING:
+    from flexslurm.engine.byte_runs import Landing, Source
+    from flexslurm.engine.transfer_wire import AskPages, AskWeights, Views
 
-def loopback_bytes_per_s() -> float:
-    """Bytes per second of one TCP connection in one direction: the median of a few tries."""
-    return statistics.median(_once() for _ in range(_TRIES))
-
-
-def _once() -> float:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(_TIMEOUT_S)
-        sender = threading.Thread(target=_send, args=(server.getsockname()[1],), daemon=True)
-        sender.start()
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(_TIMEOUT_S)
-            landing = bytearray(_CHUNK_BYTES)
-            began, received = time.perf_counter(), 0
-            while count := connection.recv_into(landing):
-                received += count
-            seconds = time.perf_counter() - began
-        sender.join(_TIMEOUT_S)
-    return received / seconds
+_BYTES = 64 << 20
+_TRIES = 5
+_START_S = 60.0
+_FETCH_S = 60.0
 
 
-def _send(port: int) -> None:
-    chunk = bytes(_CHUNK_BYTES)
-    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as connection:
-        for _ in range(_CHUNKS):
-            connection.sendall(chunk)
+class _Memory:
+    """A run of bytes that is sent or filled."""
+
+    total = _BYTES
+    items = 1
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, _BYTES))
+        self._memory[:] = bytes(_BYTES)  # the system's pages are there
+
+    def missing(self) -> tuple[int, ...]:
+        return ()
+
+    def item(self, number: int) -> tuple[int, int]:
+        return 0, _BYTES
+
+    def upto(self, lo: int, hi: int) -> int:
+        return hi
+
+    @contextmanager
+    def lend(self, lo: int, hi: int) -> Iterator[Views | None]:
+        yield [self._memory[lo:hi]]
+
+    @contextmanager
+    def into(self, lo: int, hi: int) -> Iterator[Landing]:
+        from flexslurm.engine.byte_runs import Landing
+
+        yield Landing([self._memory[lo:hi]])
+
+    def pages(self, ask: AskPages) -> Source:
+        return self
+
+    def weights(self, ask: AskWeights) -> Source:
+        return self
+
+
+def measure_link() -> float:
+    """Bytes per second from one process to another: the median of a few fetches.
+
+    Raises ServiceError where nothing comes, DeadlineExceeded where it takes too long.
+    """
+    key = secrets.token_bytes(32)
+    here, there = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(key, there), daemon=True
+    )
+    server.start()
+    there.close()
+    try:
+        if not here.poll(_START_S):
+            raise DeadlineExceeded(f"no data server within {_START_S:g} s")
+        return _fetched(key, int(here.recv()))
+    finally:
+        here.close()
+        server.join(5.0)
+        if server.is_alive():
+            server.kill()
+
+
+def _fetched(key: bytes, port: int) -> float:
+    from flexslurm.engine.transfer_client import Cancel, Fetcher, Job
+    from flexslurm.engine.transfer_wire import AskPages, Ranges
+
+    def ask(spans: Ranges) -> AskPages:
+        return AskPages(
+            epoch=1, layers=(0, 1), heads=(0, 1), blocks=(0,), page_bytes=_BYTES, spans=spans
+        )
+
+    fetcher, sink, cancel = Fetcher(key), _Memory(), Cancel()
+    rates = []
+    for _ in range(_TRIES):
+        began = time.monotonic()
+        found = fetcher.fetch(Job(("127.0.0.1", port), ask, sink, began + _FETCH_S, cancel))
+        if found.left:
+            raise ServiceError(f"the data plane could not be measured: {found.reason}")
+        rates.append(_BYTES / (time.monotonic() - began))
+    fetcher.close()
+    return statistics.median(rates)
+
+
+def _serve(key: bytes, pipe: Connection) -> None:
+    """A data server, in a process of its own, until the other end of the pipe is closed."""
+    from flexslurm.engine.transfer_server import TransferServer
+
+    server = TransferServer("127.0.0.1", key, _Memory())
+    pipe.send(server.port)
+    with suppress(EOFError):
+        pipe.recv()
+    server.close()

@@ -24,6 +24,8 @@ class StreamRun:
     text: str = ""
     finish: str | None = None
     error: str = ""
+    enough: bool = False
+    """Set from outside: nothing more is read, and the connection is closed."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -64,6 +66,8 @@ def _stream(
             run.error = response.read().decode(errors="replace")
             return
         for line in response:
+            if run.enough:
+                break
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                 _take(run, json.loads(line[6:]), number, on_text)
     except (OSError, HTTPException, ValueError) as error:

@@ -167,6 +167,8 @@ class Tenancy:
             groups_s=formed - began,
             moved_bytes=stage.filled.moved_bytes,
             kept_bytes=stage.kept_bytes,
+            read_bytes=stage.filled.read_bytes,
+            move_s=stage.filled.move_s,
         )
 
     def _serve(self) -> None:

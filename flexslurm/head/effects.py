@@ -46,13 +46,15 @@ class HeadEffects:
         planner: MovePlanner,
         *,
         tell: Callable[[Event], None],
+        tell_now: Callable[[Event], None] | None = None,
         storage: Storage | None = None,
         switched: Callable[[SwitchOver], None] = lambda switch: None,
         probe_tokens: int = 16,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` takes events for the controller, in the loop's next turn.
+        """`tell` takes events for the controller, in the loop's next turn; `tell_now` at once.
 
+        A shift's answers go there, which come outside drivers' calls: streams wait for them.
         `switched` is called when a gear serves, after the streams go on.
         """
         self._journal, self._tell, self._switched, self._now = journal, tell, switched, now
@@ -77,7 +79,7 @@ class HeadEffects:
             ledger,
             planner,
             send=self._send_or_tell,
-            tell=tell,
+            tell=tell if tell_now is None else tell_now,
             broken=self._broken,
             now=now,
             tickets=tickets,

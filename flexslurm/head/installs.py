@@ -21,8 +21,12 @@ class InstallFigures:
     """Weights that came from other workers."""
     kept_bytes: int = 0
     """Weights that were on their GPU already."""
+    read_bytes: int = 0
+    """Weights that came from files."""
     load_s: float = 0.0
-    """The slowest worker's weights."""
+    """The slowest worker's stage, its weights in it."""
+    move_s: float = 0.0
+    """The slowest worker's weights from other workers and files."""
     groups_s: float = 0.0
     """The slowest worker's process groups."""
 
@@ -31,7 +35,9 @@ class InstallFigures:
         self.weights_bytes += installed.weights_bytes
         self.moved_bytes += installed.moved_bytes
         self.kept_bytes += installed.kept_bytes
+        self.read_bytes += installed.read_bytes
         self.load_s = max(self.load_s, installed.load_s)
+        self.move_s = max(self.move_s, installed.move_s)
         self.groups_s = max(self.groups_s, installed.groups_s)
 
 

@@ -104,6 +104,7 @@ class Head:
             self.journal,
             MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
             tell=self._tell_soon,
+            tell_now=self._tell,
             storage=storage,
             switched=self._on_switched,
             probe_tokens=self.service.executor.health_probe_tokens,
@@ -114,6 +115,7 @@ class Head:
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
         self.planner.parked_by = self.effects.away.needed_s
+        self.planner.lived_by = self.effects.moves.live
         self.operator = Operator(
             self.control,
             self.planner,
@@ -172,9 +174,9 @@ class Head:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop, signal.Signals(number).name, 0.0)
         self._remember()
-        self._counted_epoch = self.control.epoch
         self._open_table(or_plan=True)
         self.planner.warm_up()
+        gc.freeze()  # what is loaded stays: a collection in a pause need not look at it
         found = self.keeper.begin()
         if found is not None:
             self.effects.record(found)

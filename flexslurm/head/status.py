@@ -101,6 +101,8 @@ def _installed(figures: InstallFigures) -> dict[str, float | str]:
         "weights_bytes": figures.weights_bytes,
         "moved_bytes": figures.moved_bytes,
         "kept_bytes": figures.kept_bytes,
+        "read_bytes": figures.read_bytes,
+        "weights_move_s": round(figures.move_s, 4),
         "load_s": round(figures.load_s, 3),
         "groups_s": round(figures.groups_s, 3),
     }

@@ -48,6 +48,10 @@ class Installed(Message, frozen=True, tag="worker.installed"):
     """Weights that came from other workers."""
     kept_bytes: int = 0
     """Weights that were on this GPU already."""
+    read_bytes: int = 0
+    """Weights that came from files."""
+    move_s: float = 0.0
+    """How long those from other workers and from files took."""
 
 
 class InstallFailed(Message, frozen=True, tag="worker.install_failed"):
