@@ -64,10 +64,13 @@ _WAITS: dict[str, str] = {
     "MaxPowerPerUser": "the limit of power is reached",
     "HetJobResources": "waits for all of its components' nodes",
 }
+_SHUT = "ask an administrator when it opens, or use another one"
+_SHUT_WORDS: dict[str, str] = {
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition takes no jobs now",
+}
 _NEVER: dict[str, tuple[str, str]] = {
     "DependencyNeverSatisfied": ("waits for a job that will never end as asked", "cancel it"),
-    "PartitionDown": ("the partition is down", "ask an administrator, or use another one"),
-    "PartitionInactive": ("the partition takes no jobs now", "use another one"),
     "PartitionNodeLimit": (
         "asks for more nodes than the partition allows",
         "ask for fewer nodes or another partition in 'pool'",
@@ -121,6 +124,7 @@ _ENDED: dict[str, str] = {
 
 def _table() -> dict[str, Reason]:
     found = {name: Reason(words, "", Verdict.WAITS) for name, words in _WAITS.items()}
+    found |= {name: Reason(words, _SHUT, Verdict.WAITS) for name, words in _SHUT_WORDS.items()}
     for table, verdict in ((_NEVER, Verdict.NEVER), (_HELD, Verdict.HELD)):
         found |= {name: Reason(words, todo, verdict) for name, (words, todo) in table.items()}
     return found | {name: Reason(words, "", Verdict.ENDED) for name, words in _ENDED.items()}

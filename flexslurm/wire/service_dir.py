@@ -80,6 +80,8 @@ class Pilots(msgspec.Struct, frozen=True):
     head_job: str | None = None
     allocation: str | None = None
     """The job whose steps all of this is, in cluster `allocation`."""
+    wanted: tuple[int, ...] = ()
+    """Pilots that each entry of the pool is to have now; empty: as the service file says."""
 
 
 class ServiceDir:
