@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from flexslurm.planner.explain import Explained
     from flexslurm.planner.model_spec import ModelSpec
     from flexslurm.planner.planner import Planner
+    from flexslurm.planner.problem import StageKind
+    from flexslurm.planner.profiles import Profile
     from flexslurm.planner.topology import Topology
 
 MOST_ROWS = 200
@@ -36,6 +38,7 @@ class Inputs:
     topology: Topology
     pool: Signature
     from_site: bool
+    profiles: Mapping[StageKind, Profile]
 
 
 @dataclass(slots=True)
@@ -87,9 +90,10 @@ def plan(**options: Any) -> None:
     """Show the gears for a model and a pool of GPUs.
 
     Without --site, GPU names are those of the built-in catalogue (a100-80, h100, l40s, …) and
-    nodes are joined by 100 Gbit/s.
+    nodes are joined by 100 Gbit/s. What --profile and --links name comes before what the site file
+    names under `measured`.
     """
-    from flexslurm.planner.files import load_acted, load_profiles
+    from flexslurm.planner.files import load_acted
     from flexslurm.planner.planner import Planner
 
     inputs = _inputs(options)
@@ -97,11 +101,12 @@ def plan(**options: Any) -> None:
     with only_ours_on_stdout():
         started = time.monotonic()
         acted = load_acted(inputs.topology, inputs.spec.dtype)
-        profiles = load_profiles(options["profiles"], inputs.spec, inputs.topology)
         goal = _goal(options)
 
         def planner_of(pool: Signature) -> Planner:
-            return Planner(inputs.spec, inputs.topology, goal, pool, acted=acted, profiles=profiles)
+            return Planner(
+                inputs.spec, inputs.topology, goal, pool, acted=acted, profiles=inputs.profiles
+            )
 
         _plan_all(planner_of(inputs.pool), options, results)
         if options["what_if"] is not None:
@@ -120,7 +125,7 @@ def plan(**options: Any) -> None:
 
 
 def _inputs(options: Mapping[str, Any]) -> Inputs:
-    from flexslurm.planner.files import load_links, load_spec
+    from flexslurm.planner.files import load_links, load_measured, load_profiles, load_spec
     from flexslurm.planner.topology import Topology
 
     if options["picture"] is not None and options["capacity"] is None:
@@ -129,11 +134,13 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
     if not pool.counts:
         raise click.UsageError("--pool names no GPUs")
     spec = load_spec(options["model"], options["dtype"], kv_dtype=options["kv_dtype"])
+    profiles: dict[StageKind, Profile] = {}
     if options["site_file"] is not None:
         from flexslurm.config.sources import load_site
 
         site = load_site(options["site_file"]).value
-        topology = Topology.from_site(site, spec.dtype)
+        figures = Topology.from_site(site, spec.dtype)
+        topology, profiles = load_measured(site.measured, spec, figures)
     else:
         names = {s.gpu_type for s, _ in _with(pool, options["what_if"]).counts}
         topology = Topology.from_catalogue(tuple(sorted(names)), spec.dtype)
@@ -141,7 +148,8 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
         topology = load_links(options["links"], topology)
     for shape, _ in _with(pool, options["what_if"]).counts:
         topology.gpu(shape.gpu_type)
-    return Inputs(spec, topology, pool, options["site_file"] is not None)
+    profiles |= load_profiles(options["profiles"], spec, topology)
+    return Inputs(spec, topology, pool, options["site_file"] is not None, profiles)
 
 
 def _goal(options: Mapping[str, Any]) -> Any:
@@ -259,7 +267,11 @@ def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[
     from flexslurm.cli.plan_inputs import read_prices
 
     used = sorted({shape.gpu_type for shape, _ in inputs.pool.counts})
-    lines = [*report.about(inputs.spec, inputs.topology, used, inputs.from_site), ""]
+    lines = [
+        *report.about(inputs.spec, inputs.topology, used, inputs.from_site),
+        *report.measured(sorted(inputs.profiles)),
+        "",
+    ]
     if results.capacity is not None:
         lines += report.capacity_report(results.capacity, read_prices(options["price"]))
         if options["picture"] is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flexslurm.planner.capacity import Capacity, Point
     from flexslurm.planner.explain import Explained
     from flexslurm.planner.model_spec import ModelSpec
+    from flexslurm.planner.problem import StageKind
     from flexslurm.planner.topology import Topology
 
 Planned = Mapping[Signature, Gear | NoGear]
@@ -69,6 +70,13 @@ def about(spec: ModelSpec, topology: Topology, used: Sequence[str], from_site: b
         + ("" if from_site else " (default: no --site is given)")
     )
     return lines
+
+
+def measured(kinds: Sequence[StageKind]) -> list[str]:
+    """Which times are not computed but measured."""
+    if not kinds:
+        return []
+    return [f"  step times measured: {', '.join(f'{k.gpu_type} tp{k.tp}' for k in kinds)}"]
 
 
 def gear_table(planned: Planned) -> list[str]:

@@ -51,7 +51,7 @@ _TABLE_ROWS = 20
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")  # fmt: skip
 def probe(**options: Any) -> None:
-    """Measure latency and bandwidth between nodes, for `flexslurm plan --links`.
+    """Measure latency and bandwidth between nodes, for `measured.links` in the site file.
 
     One MPI process runs on each node, started by srun: in a job of its own, or as a step of the job
     that this runs in.
@@ -113,7 +113,9 @@ def _report(rows: tuple[LinkRow, ...], answer: Answer, path: Path) -> str:
         lines.append(f"  and {len(pairs) - _TABLE_ROWS} quicker ones")
     link = node_link(rows)
     lines += [
-        f"written to {path}; the same in the site file:",
+        f"written to {path}; to plan with it, in the site file:",
+        f"measured: {{links: {path}}}",
+        "or its figures alone:",
         "network:",
         f"  node_link: {{bandwidth: {link.bandwidth / 1e9:.4g}GB/s, "
         f"latency: {link.latency_s * 1e6:.4g}us}}",

@@ -72,7 +72,7 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")  # fmt: skip
 def profile(**options: Any) -> None:
-    """Measure MODEL (a checkpoint directory) on one GPU type, for `flexslurm plan --profile`.
+    """Measure MODEL (a checkpoint directory) on one GPU type, for `measured.profiles` of the site.
 
     A few layers are built as a stage of the service would be, and steps of prefill and decode are
     timed over batch and context. Each file is a CSV: phase,layers,batch,context,seconds.
@@ -83,6 +83,9 @@ def profile(**options: Any) -> None:
     for tp in options["degrees"]:
         path = profile_once(site, tp, options)
         click.echo(path)
+    if not options["quiet"]:
+        line = f"measured: {{profiles: {options['folder']}}}"
+        click.echo(f"to plan with what was measured, write into the site file:\n{line}", err=True)
 
 
 def profile_once(site: Site, tp: int, options: dict[str, Any]) -> Path:

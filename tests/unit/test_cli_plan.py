@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from flexslurm.cli.plan_commands import plan
 from flexslurm.errors import CapacityError, ConfigError, ModelError
 from flexslurm.planner.files import open_table
+from flexslurm.planner.profiles import Row, write_profile
 
 _MAIN = "import sys; from flexslurm.cli.main import main; sys.exit(main())"
 
@@ -97,6 +98,40 @@ def test_a_site_file_gives_the_figures(tmp_path: Path) -> None:
     assert "tiny: 30 GiB" in result.output
     with pytest.raises(ConfigError, match="the site defines no GPU type 'l4'"):
         raise_from(run("--model", "llama-3.1-8b", "--site", site, "--pool", "l4:1"))
+
+
+def test_what_the_site_names_as_measured_is_used(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "name: t\ngpu_types:\n  tiny:\n    memory: 30GiB\n    virtual: {}\n"
+        "measured: {profiles: p, links: links.csv}\n"
+    )
+    (tmp_path / "p").mkdir()
+    about = {"model": "llama-3.1-8b", "gpu_type": "tiny", "tp": 1, "dtype": "bfloat16"}
+    rows = [Row("decode", 1, batch, 64, 0.25 * batch) for batch in (1, 8)]
+    (tmp_path / "p" / "a.csv").write_text(write_profile(about, rows))
+    (tmp_path / "links.csv").write_text(
+        "source,target,bytes,seconds\na,b,1,0.001\na,b,2000001,0.003\n"
+    )
+    base = ("--model", "llama-3.1-8b", "--site", site, "--pool", "tiny:1x2", "--max-batch", 1,
+            "--workload", "in=1,out=100")  # fmt: skip
+    result = run(*base)
+    assert result.exception is None, result.exception
+    assert "step times measured: tiny tp1" in result.output
+    assert "between nodes: 1 GB/s, 1 ms" in result.output
+    gears = json.loads(run(*base, "--json").output)["gears"]
+    whole = next(gear for gear in gears if gear["signature"] == "tiny:1x2")
+    assert whole["estimates"]["tpot_s"] == pytest.approx(32 * 0.25, rel=0.05)
+    # the option is for trying another
+    rows = [Row("decode", 1, batch, 64, 0.5 * batch) for batch in (1, 8)]
+    (tmp_path / "b.csv").write_text(write_profile(about, rows))
+    gears = json.loads(run(*base, "--json", "--profile", tmp_path / "b.csv").output)["gears"]
+    whole = next(gear for gear in gears if gear["signature"] == "tiny:1x2")
+    assert whole["estimates"]["tpot_s"] == pytest.approx(32 * 0.5, rel=0.05)
+    (tmp_path / "p" / "a.csv").write_text(write_profile(about, rows) + "decode,1,1,soon,1\n")
+    with pytest.raises(ConfigError, match="context must be a whole number") as caught:
+        raise_from(run(*base))
+    assert (caught.value.file, caught.value.line) == (str(tmp_path / "p" / "a.csv"), 5)
 
 
 def raise_from(result: Result) -> None:
