@@ -12,15 +12,16 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexslurm.config.site import Site
+from flexslurm.control.agent_options import AgentOptions
+from flexslurm.control.agent_workers import AgentWorkers, WorkerEnd, WorkerNursery
 from flexslurm.control.directory_probe import probe_directory
 from flexslurm.control.inventory import gpus_of_node
-from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, ServiceError
+from flexslurm.errors import DeadlineExceeded, EnvironmentFault
 from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
@@ -48,54 +49,12 @@ log = logging.getLogger(__name__)
 
 _LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HELLO_EVERY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """What the pilot's script tells its agents."""
-
-    fragment: str
-    gpu_type: str
-    gpus: int
-    grace_s: float
-    """Warning the partition gives before it takes a job; 0: none but the kill wait."""
-    kill_wait_s: float
-    incarnation: str
-    node: str
-    job_id: str | None = None
-    restarts: int = 0
-    head_wait_s: float = 3600.0
-    """How long it waits for a head, at the start or after one is lost, before it ends."""
-
-    @property
-    def notice_s(self) -> float:
-        """Seconds that a first SIGTERM promises at least: it may be a cancel, with no grace."""
-        return min(self.grace_s, self.kill_wait_s) if self.grace_s > 0 else self.kill_wait_s
-
-
-class WorkerNursery(Protocol):
-    """The engine's fork server, as the agent sees it."""
-
-    async def start(self, timeout_s: float) -> float: ...
-
-    async def spawn(self, gpu: int, head: HeadAddress) -> tuple[str, int, float]:
-        """Returns the worker's incarnation, its process id and the seconds it took."""
-        ...
-
-    def stop(self, worker: str, grace_s: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnd:
-    """A worker process ended."""
-
-    worker: str
-    gpu: int
-    exit_code: int | None
-    reason: str
-
+_NURSERY_START_S = 180.0
+"""A cold start imports torch, DeepSpeed and transformers, from a shared file system perhaps."""
+_LOOK_EVERY_S = 0.5
+"""For a head in the service's directory."""
+_UNWELCOME_S = 10.0
+"""Silence after which a head that has not welcomed us yet counts as lost."""
 
 NurseryFactory = Callable[[str, tuple[GpuInfo, ...], Callable[[WorkerEnd], None]], WorkerNursery]
 """From the node's address, its GPUs and a callback for ended workers."""
@@ -109,11 +68,9 @@ class Agent:
     ) -> None:
         self._options, self._site, self._directory = options, site, directory
         self._make_nursery = nursery
-        self._nursery: WorkerNursery | None = None
+        self._workers: AgentWorkers | None = None
         self._gpus: tuple[GpuInfo, ...] = ()
         self._address = ""
-        self._workers: dict[int, str] = {}
-        self._spawning: set[int] = set()
         self._link: HeadLink[ToAgent] | None = None
         self._head: HeadAddress | None = None
         self._welcome: Welcome | None = None
@@ -146,8 +103,12 @@ class Agent:
         if head is None:
             return 0
         self._address = node_address(self._site.network, head.control)
-        self._nursery = self._make_nursery(self._address, self._gpus, self._on_worker_end)
-        await self._nursery.start(180.0)
+        self._workers = AgentWorkers(
+            self._options.incarnation,
+            lambda on_end: self._make_nursery(self._address, self._gpus, on_end),
+            self._send,
+        )
+        await self._workers.begin(_NURSERY_START_S)
         while not self._ended.done():
             await self._serve(head)
             if not self._ended.done():
@@ -173,7 +134,7 @@ class Agent:
                 told = True
             if self._ended.done():
                 return None
-            await self._or_ended(asyncio.sleep(0.5))
+            await self._or_ended(asyncio.sleep(_LOOK_EVERY_S))
         where = f" after {last.control}" if last is not None else ""
         raise DeadlineExceeded(f"no head{where} within {self._options.head_wait_s:g} s")
 
@@ -204,12 +165,13 @@ class Agent:
                 link.send(bye)
             self._link = None
             await asyncio.to_thread(link.close)
-            self._stop_all()
+            if self._workers is not None:
+                self._workers.stop_all()
 
     async def _beat(self, link: HeadLink[ToAgent]) -> None:
         """Say hello until welcomed, then beat; returns when the head is lost or replaced."""
         number = 0
-        lost_s = 10.0
+        lost_s = _UNWELCOME_S
         while link.silent_s < lost_s:
             if self._welcome is None:
                 link.send(self._hello())
@@ -244,6 +206,7 @@ class Agent:
         )
 
     def _on_message(self, message: ToAgent) -> None:
+        assert self._workers is not None and self._head is not None
         match message:
             case Welcome():
                 self._on_welcome(message)
@@ -252,10 +215,10 @@ class Agent:
                 self._finish(f"refused: {reason}")
             case StartWorkers(gpus=gpus):
                 for gpu in gpus:
-                    self._start_worker(gpu)
+                    self._workers.start(gpu, self._head)
             case StopWorkers(gpus=gpus, grace_s=grace_s):
                 for gpu in gpus:
-                    self._stop_worker(gpu, grace_s)
+                    self._workers.stop(gpu, grace_s)
             case ProbeDirectory():
                 self._begin(self._probe(message))
             case ReleaseAgent(reason=reason, give_back=give_back):
@@ -274,14 +237,6 @@ class Agent:
             if self._notice is not None:
                 self._send_notice()
 
-    # ------------------------------------------------------------------ workers
-
-    def _start_worker(self, gpu: int) -> None:
-        if gpu in self._workers or gpu in self._spawning or self._nursery is None:
-            return
-        self._spawning.add(gpu)
-        self._begin(self._spawn(gpu))
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -292,48 +247,6 @@ class Agent:
         reason = await asyncio.to_thread(probe_directory, Path(ask.path), ask.token)
         incarnation = self._options.incarnation
         self._send(DirectoryProbed(incarnation=incarnation, path=ask.path, reason=reason))
-
-    async def _spawn(self, gpu: int) -> None:
-        assert self._nursery is not None and self._head is not None
-        incarnation = self._options.incarnation
-        try:
-            worker, pid, took = await self._nursery.spawn(gpu, self._head)
-        except FlexslurmError as error:
-            log.error("cannot start a worker on GPU %d: %s", gpu, error)
-            self._send(
-                WorkerDied(
-                    incarnation=incarnation, gpu=gpu, worker="", exit_code=None, reason=str(error)
-                )
-            )
-            return
-        finally:
-            self._spawning.discard(gpu)
-        self._workers[gpu] = worker
-        self._send(
-            WorkerStarted(incarnation=incarnation, gpu=gpu, worker=worker, pid=pid, start_s=took)
-        )
-
-    def _stop_worker(self, gpu: int, grace_s: float) -> None:
-        worker = self._workers.get(gpu)
-        if worker is not None and self._nursery is not None:
-            self._nursery.stop(worker, grace_s)
-
-    def _stop_all(self) -> None:
-        for gpu in list(self._workers):
-            self._stop_worker(gpu, 0.5)
-
-    def _on_worker_end(self, end: WorkerEnd) -> None:
-        if self._workers.get(end.gpu) == end.worker:
-            del self._workers[end.gpu]
-        self._send(
-            WorkerDied(
-                incarnation=self._options.incarnation,
-                gpu=end.gpu,
-                worker=end.worker,
-                exit_code=end.exit_code,
-                reason=end.reason,
-            )
-        )
 
     def _send(self, message: WorkerDied | WorkerStarted | LeaveNotice | DirectoryProbed) -> None:
         if self._link is not None:
@@ -383,8 +296,8 @@ class Agent:
     async def _close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        if self._nursery is not None:
-            await self._nursery.close()
+        if self._workers is not None:
+            await self._workers.close()
 
 
 async def _next(inbox: asyncio.Queue[ToAgent], until: asyncio.Task[None]) -> ToAgent | None:
@@ -396,19 +309,3 @@ async def _next(inbox: asyncio.Queue[ToAgent], until: asyncio.Task[None]) -> ToA
         return getter.result() if getter.done() else None
     finally:
         getter.cancel()
-
-
-def slurm_identity(env: Mapping[str, str]) -> tuple[str, str | None, int]:
-    """Node name, job id and number of restarts, from a step's environment."""
-    node = env.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
-    restarts = env.get("SLURM_RESTART_COUNT", "0")  # unset, not 0, on the first start
-    return node, env.get("SLURM_JOB_ID"), int(restarts) if restarts.isdecimal() else 0
-
-
-def read_site(directory: ServiceDir) -> Site:
-    """The site file the service was launched with."""
-    from flexslurm.config.schema import load_section
-
-    if not directory.site.exists():
-        raise ServiceError(f"there is no service in {directory.path}")
-    return load_section(Site, Path(directory.site))

@@ -15,15 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flexslurm.config.site import Site
-from flexslurm.control.agent import (
-    Agent,
-    AgentOptions,
-    NurseryFactory,
-    WorkerEnd,
-    WorkerNursery,
-    read_site,
-    slurm_identity,
-)
+from flexslurm.control.agent import Agent, NurseryFactory
+from flexslurm.control.agent_options import AgentOptions, read_site, slurm_identity
+from flexslurm.control.agent_workers import WorkerEnd, WorkerNursery
 from flexslurm.engine.nursery import Ended, Nursery, WorkerSpec
 from flexslurm.errors import FlexslurmError
 from flexslurm.head.logs import set_up_logging
@@ -32,7 +26,7 @@ from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 
 
 class EngineNursery:
-    """Implements `control.agent.WorkerNursery` with the engine's fork server."""
+    """Implements `control.agent_workers.WorkerNursery` with the engine's fork server."""
 
     def __init__(
         self,

@@ -19,13 +19,15 @@ TABLE_S = 900.0
 Answer = Gear | NoGear | None
 """None: planning failed; of a table: it is done."""
 
+Tell = Callable[[Signature | None, Answer], None]
+"""Called on the loop with an allocation and its answer, or None for the table."""
+
 
 class PlanWorker:
     """What is to be planned: single gears, and beside them the table."""
 
-    def __init__(self, directory: Path, tell: Callable[[Signature | None, Answer], None]) -> None:
-        """`tell` is called on the loop: an allocation and its answer, or None for the table."""
-        self._directory, self._tell = directory, tell
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._waiting: dict[Signature | None, None] = {}
         self._wake = asyncio.Event()
 
@@ -37,17 +39,17 @@ class PlanWorker:
         self._waiting.setdefault(signature)
         self._wake.set()
 
-    async def run(self) -> None:
+    async def run(self, tell: Tell) -> None:
         """Plan until cancelled; the processes under way then end with this."""
         table: asyncio.Task[None] | None = None
         try:
             while True:
                 self._wake.clear()
                 if None in self._waiting and (table is None or table.done()):
-                    table = asyncio.create_task(self._answer(None), name="plan table")
+                    table = asyncio.create_task(self._answer(None, tell), name="plan table")
                 wanted = next((s for s in self._waiting if s is not None), None)
                 if wanted is not None:
-                    await self._answer(wanted)
+                    await self._answer(wanted, tell)
                 else:
                     await self._wake.wait()
         finally:
@@ -55,10 +57,10 @@ class PlanWorker:
                 table.cancel()
                 await asyncio.gather(table, return_exceptions=True)
 
-    async def _answer(self, wanted: Signature | None) -> None:
+    async def _answer(self, wanted: Signature | None, tell: Tell) -> None:
         answer = await self._plan(wanted)
         del self._waiting[wanted]
-        self._tell(wanted, answer)
+        tell(wanted, answer)
 
     async def _plan(self, signature: Signature | None) -> Answer:
         what = f"the gear of {signature}" if signature is not None else "the gear table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -10,11 +11,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
-from flexslurm.config.schema import load_section
-from flexslurm.config.service import Service
-from flexslurm.config.site import Site
 from flexslurm.control.actions import SwitchOver
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import (
@@ -24,24 +22,20 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
-from flexslurm.engine.families import check_model
 from flexslurm.errors import FlexslurmError, ServiceError
 from flexslurm.gear import Signature
-from flexslurm.head.api_server import ApiServer
 from flexslurm.head.effects import HeadEffects
+from flexslurm.head.head_files import HeadFiles, read_files
 from flexslurm.head.hook_notices import take_notice
-from flexslurm.head.installs import Installs
-from flexslurm.head.judging import Judge
 from flexslurm.head.keeper import Keeper
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
-from flexslurm.head.observer import SequenceSummary
 from flexslurm.head.operator import Operator
-from flexslurm.head.plan_worker import Answer, PlanWorker
-from flexslurm.head.planning import ServicePlanner
+from flexslurm.head.plan_worker import Answer
 from flexslurm.head.poller import JobPoller
+from flexslurm.head.reporting import Reporter
+from flexslurm.head.request_notes import RequestNotes
 from flexslurm.head.settings import control_settings, submitter_for
-from flexslurm.head.status import status_answer
 from flexslurm.head.storage import Storage
 from flexslurm.messages import (
     AgentHello,
@@ -53,14 +47,12 @@ from flexslurm.messages import (
     Message,
     NotifyAsk,
     ReleaseAgent,
-    SequenceRequest,
-    ServiceState,
     ShiftAsk,
     StatusAsk,
     StopAsk,
 )
 from flexslurm.wire.address import node_address
-from flexslurm.wire.journal import Journal, unwritable
+from flexslurm.wire.journal import Journal
 from flexslurm.wire.service_dir import HeadAddress, Pilot, ServiceDir
 from flexslurm.wire.transport import HeadSocket
 
@@ -73,29 +65,24 @@ P = ParamSpec("P")
 class Head:
     """One head, from its start to its end."""
 
-    def __init__(self, directory: ServiceDir) -> None:
-        directory.require()
+    def __init__(self, directory: ServiceDir, files: HeadFiles) -> None:
         self.directory = directory
-        self.service = load_section(Service, directory.service)
-        self.site = load_section(Site, directory.site)
+        self.service, self.site, self.api = files.service, files.site, files.api
+        self.plans, self.planner = files.plans, files.planner
         self.incarnation = f"h-{secrets.token_hex(4)}"
-        self.started_at = time.monotonic()
         self.memory = Memory()
         self.journal = Journal(directory.journal, self.memory)
-        self.info = check_model(self.service.model.path)
-        self.api = ApiServer(self.service, self.info.max_context)
+        self.notes = RequestNotes(self.journal, self.memory, self._fail)
         self.ledger = Ledger(
             LedgerSettings(
-                model_context=self.info.max_context,
+                model_context=files.model_context,
                 max_waiting=self.service.serving.max_waiting,
                 wait_for_gpus_s=self.service.serving.wait_for_gpus,
             ),
             observer=self.api.observer,
-            on_accept=self._on_accept,
-            on_end=self._on_end,
+            on_accept=self.notes.accepted,
+            on_end=self.notes.ended,
         )
-        self.plans = PlanWorker(directory.path, self._on_planned)
-        self.planner = ServicePlanner(self.service, self.site, self.plans.ask)
         place = self.service.executor.checkpoint_dir
         storage = Storage(Path(place), self.service.name) if place is not None else None
         self.keeper = Keeper(storage, self.incarnation, self.service.model.path)
@@ -124,7 +111,7 @@ class Head:
             tell=self._tell,
             now=time.monotonic,
         )
-        self.judge = Judge()
+        self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api)
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()
@@ -132,41 +119,16 @@ class Head:
         self._asked: list[str] = []
         self._drain_s = 0.0
         self._fault: Exception | None = None
-        self._counted_epoch = 0
-        self.installs = Installs()
 
-    # ------------------------------------------------------------------ journal of requests
+    # ------------------------------------------------------------------ life
 
     def _remember(self) -> None:
         """Go on from the journal. Raises ServiceError, EnvironmentFault."""
-        try:
-            self.journal.open()
-        except OSError as error:
-            raise unwritable(self.journal.path, error) from error
+        self.notes.open()
         self.control.epoch = self.memory.epoch
         self.control.members.cordoned |= self.memory.cordoned
-        # requests of a head that died: their connections died with it, so they have ended
-        for seq in list(self.memory.open_requests):
-            self._note({"event": "ended", "seq": seq, "finish": "abort", "why": "head restarted"})
         self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
-
-    def _on_accept(self, request: SequenceRequest) -> None:
-        self._note({"event": "accepted", "seq": request.seq_id, "prompt": len(request.prompt)})
-
-    def _on_end(self, ended: SequenceSummary) -> None:
-        tokens = ended.output_tokens
-        self._note(
-            {"event": "ended", "seq": ended.seq_id, "finish": ended.reason, "tokens": tokens}
-        )
-
-    def _note(self, record: dict[str, Any]) -> None:
-        """A request's line: in the kernel's hands at once, on disk with the next decision."""
-        try:
-            self.journal.append(record, sync=False)
-        except OSError as error:
-            self._fail(unwritable(self.journal.path, error))
-
-    # ------------------------------------------------------------------ life
+        self.reporter.begin()
 
     async def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -185,7 +147,7 @@ class Head:
         self.effects.bind(self.socket)
         tasks: list[asyncio.Task[None]] = []
         try:
-            url = await self.api.start(self.ledger, self._extra_status, address)
+            url = await self.api.start(self.ledger, self.reporter.extra_status, address)
             self.directory.publish_head(
                 HeadAddress(
                     incarnation=self.incarnation,
@@ -205,7 +167,7 @@ class Head:
     def _start_tasks(self) -> list[asyncio.Task[None]]:
         tasks = [
             asyncio.create_task(self._ticking(), name="tick"),
-            asyncio.create_task(self.plans.run(), name="plan"),
+            asyncio.create_task(self.plans.run(self._on_planned), name="plan"),
         ]
         pilots = self.directory.pilots()
         if pilots is not None:
@@ -251,15 +213,7 @@ class Head:
             self._tell(Tick())
             self.ledger.tick(time.monotonic())
             self.effects.tick()
-            self.judge.look(time.monotonic(), self.control, self.ledger.figures())
-            current = self.control.current
-            gpus = current.gpus if current is not None else 0
-            self.ledger.announce(
-                ServiceState.STOPPING if self._stop_reason else self.control.state,
-                self.control.epoch,
-                gpus,
-                self.control.failed or self.control.reason,
-            )
+            self.reporter.tick(stopping=bool(self._stop_reason))
             await asyncio.sleep(_TICK_S)
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -284,7 +238,7 @@ class Head:
                 self.socket.send(asker, AskDone(message=reason))
             await asyncio.sleep(0.1)  # the sockets' own threads send
             self.socket.close()
-        self._note({"event": "stopped", "head": self.incarnation, "why": reason})
+        self.notes.note({"event": "stopped", "head": self.incarnation, "why": reason})
         self.journal.close()
         self.directory.retract_head(self.incarnation)
         log.info("head %s has ended: %s", self.incarnation, reason)
@@ -309,7 +263,7 @@ class Head:
 
     def _tell(self, event: Event) -> None:
         self._guard(self.controller.take, event)
-        self._count_shifts()
+        self.reporter.count_shifts()
 
     def _guard(self, act: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """What is half done here cannot be gone on with; another head can, from the journal."""
@@ -327,7 +281,7 @@ class Head:
         if isinstance(message, FromCli):
             self._answer(sender, message)
             return
-        self.installs.take(message)
+        self.reporter.take(message)
         if self.keeper.take(message) or self.effects.take(sender, message):
             return
         self.controller.hear(sender, message)
@@ -340,13 +294,6 @@ class Head:
         drivers = self.effects.replicas.open
         running = {key: driver.running_kv() for key, driver in drivers.items()}
         self.keeper.note(switch.epoch, switch.gear, running)
-
-    def _count_shifts(self) -> None:
-        for report in self.control.history:
-            if report.epoch > self._counted_epoch:
-                self._counted_epoch = report.epoch
-                outcome, _, _ = report.outcome.partition(":")
-                self.api.metrics.shift(outcome, report.took_s)
 
     def _tell_soon(self, event: Event) -> None:
         # from within a driver's call: the controller closes drivers, so it acts in the next turn
@@ -387,27 +334,13 @@ class Head:
         return pilots.pilots if pilots is not None else ()
 
     def _status(self) -> Message:
-        return status_answer(
-            service=self.service.name,
-            endpoint=self.api.url,
-            control=self.control,
-            figures=self.ledger.figures(),
-            pilots=self._pilots(),
-            jobs=self.poller.views if self.poller is not None else {},
-            stopping=bool(self._stop_reason),
-            now=time.monotonic(),
-            started_at=self.started_at,
-            installs=self.installs,
-            judgement=self.judge.judge(time.monotonic()).words(),
-        )
-
-    def _extra_status(self) -> dict[str, Any]:
-        return {"service": self.service.name, "head": self.incarnation}
+        jobs = self.poller.views if self.poller is not None else {}
+        return self.reporter.status(self._pilots(), jobs, stopping=bool(self._stop_reason))
 
 
-async def run_head(path: Path, head: Callable[[ServiceDir], Head] = Head) -> int:
+async def run_head(path: Path) -> int:
     """Be the head of the service in `path`. Raises ServiceExists where another one lives."""
     directory = ServiceDir(path)
     directory.require()
     with directory.head_lock():
-        return await head(directory).run()
+        return await Head(directory, read_files(directory)).run()

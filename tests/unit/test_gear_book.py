@@ -252,8 +252,8 @@ def test_gears_and_the_table_are_planned_by_a_process_beside(
 
     async def run() -> None:
         nonlocal turns
-        worker = PlanWorker(tmp_path, answers.__setitem__)
-        task = asyncio.create_task(worker.run())
+        worker = PlanWorker(tmp_path)
+        task = asyncio.create_task(worker.run(answers.__setitem__))
         for signature in (None, sig("a100:2x3"), sig("toy:1"), sig("a100:2x3")):
             worker.ask(signature)
         async with asyncio.timeout(60):
@@ -276,8 +276,8 @@ def test_planning_that_fails_is_told_as_no_answer(tmp_path: Path) -> None:
     answers: dict[Signature | None, Answer] = {}
 
     async def run() -> None:
-        worker = PlanWorker(tmp_path / "nothing here", answers.__setitem__)
-        task = asyncio.create_task(worker.run())
+        worker = PlanWorker(tmp_path / "nothing here")
+        task = asyncio.create_task(worker.run(answers.__setitem__))
         worker.ask(sig("a100:2"))
         async with asyncio.timeout(60):
             while not answers:

@@ -1,0 +1,73 @@
+"""What the head tells of itself: status, metrics of shifts, the gateway's view; changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flexslurm.control.state import Control
+from flexslurm.head.api_server import ApiServer
+from flexslurm.head.installs import Installs
+from flexslurm.head.judging import Judge
+from flexslurm.head.ledger import Ledger
+from flexslurm.head.status import JobView, status_answer
+from flexslurm.messages import Message, ServiceState
+from flexslurm.wire.service_dir import Pilot
+
+
+class Reporter:
+    """Looks at the parts of one head, and keeps count of what it has told."""
+
+    def __init__(self, service: str, control: Control, ledger: Ledger, api: ApiServer) -> None:
+        self._service, self._control, self._ledger, self._api = service, control, ledger, api
+        self._installs, self._judge = Installs(), Judge()
+        self._started_at = time.monotonic()
+        self._counted_epoch = 0
+
+    def begin(self) -> None:
+        """Shifts of earlier heads are not counted."""
+        self._counted_epoch = self._control.epoch
+
+    def take(self, message: Message) -> None:
+        """Note what a worker says of its installs."""
+        self._installs.take(message)
+
+    def tick(self, *, stopping: bool) -> None:
+        control = self._control
+        self._judge.look(time.monotonic(), control, self._ledger.figures())
+        self._ledger.announce(
+            ServiceState.STOPPING if stopping else control.state,
+            control.epoch,
+            control.current.gpus if control.current is not None else 0,
+            control.failed or control.reason,
+        )
+
+    def count_shifts(self) -> None:
+        for report in self._control.history:
+            if report.epoch > self._counted_epoch:
+                self._counted_epoch = report.epoch
+                outcome, _, _ = report.outcome.partition(":")
+                self._api.metrics.shift(outcome, report.took_s)
+
+    def status(
+        self, pilots: Iterable[Pilot], jobs: Mapping[str, JobView], *, stopping: bool
+    ) -> Message:
+        now = time.monotonic()
+        return status_answer(
+            service=self._service,
+            endpoint=self._api.url,
+            control=self._control,
+            figures=self._ledger.figures(),
+            pilots=pilots,
+            jobs=jobs,
+            stopping=stopping,
+            now=now,
+            started_at=self._started_at,
+            installs=self._installs,
+            judgement=self._judge.judge(now).words(),
+        )
+
+    def extra_status(self) -> dict[str, Any]:
+        """What the API adds to its own status page."""
+        return {"service": self._service, "head": self._control.settings.head}
