@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from flexslurm.config.site import GpuType
 from flexslurm.errors import EnvironmentFault
@@ -27,7 +28,15 @@ def gpus_of_node(
             f"{count} {name} GPUs are to be used, but the driver shows {len(found)}",
             hint="was the job given them (--gpus, --gres)? see nvidia-smi on the node",
         )
-    return tuple(found[:count])
+    return tuple(_within(gpu, gpu_type) for gpu in found[:count])
+
+
+def _within(gpu: GpuInfo, gpu_type: GpuType) -> GpuInfo:
+    """Of a shared card no more than the share that the site file gives it."""
+    if gpu_type.memory is None or gpu_type.gres is None:
+        return gpu
+    share = min(gpu.memory_bytes, gpu_type.memory)
+    return GpuInfo(gpu.index, share, gpu.uuid)
 
 
 def _visible(env: Mapping[str, str]) -> list[GpuInfo]:
@@ -41,16 +50,37 @@ def _visible(env: Mapping[str, str]) -> list[GpuInfo]:
             hint="a GPU type without a card needs 'virtual:' in the site file",
         ) from None
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         infos = [
             (str(pynvml.nvmlDeviceGetUUID(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
-            for h in handles
+            for h in _devices()
         ]
     finally:
         pynvml.nvmlShutdown()
     allowed = env.get("CUDA_VISIBLE_DEVICES")
     chosen = range(len(infos)) if not allowed else _chosen(allowed, [uuid for uuid, _ in infos])
     return [GpuInfo(n, infos[i][1], infos[i][0]) for n, i in enumerate(chosen)]
+
+
+def _devices() -> list[Any]:
+    """Handles of what a process can use: cards, or the slices of those that are cut (MIG)."""
+    import pynvml
+
+    found: list[Any] = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        card = pynvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            cut, _ = pynvml.nvmlDeviceGetMigMode(card)
+        except pynvml.NVMLError:  # a card that cannot be cut
+            cut = 0
+        if not cut:
+            found.append(card)
+            continue
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+            try:
+                found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number))
+            except pynvml.NVMLError:  # no slice there, or it is not ours
+                continue
+    return found
 
 
 def _chosen(allowed: str, uuids: list[str]) -> list[int]:

@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import flexslurm
+from flexslurm.gateway.node_metrics import NodeCollector, Readings
 from flexslurm.gateway.port import Serving
 from flexslurm.messages import ServiceState
 
@@ -147,6 +148,10 @@ class Metrics:
     def watch(self, serving: Callable[[], Serving]) -> None:
         """Read the gauges from here at each scrape; once in the life of the registry."""
         self.registry.register(_ServingCollector(self._model, serving))
+
+    def watch_nodes(self, readings: Callable[[], Readings]) -> None:
+        """Read the nodes' ports and cards from here at each scrape; once."""
+        self.registry.register(NodeCollector(readings))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The metrics page and its content type, in the form an Accept header asks for."""

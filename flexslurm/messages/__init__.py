@@ -14,8 +14,11 @@ from flexslurm.messages.agents import (
     AgentHello,
     DirectoryProbed,
     GpuInfo,
+    GpuReading,
     LeaveCancelled,
     LeaveNotice,
+    NodeReadings,
+    PortReading,
     ProbeDirectory,
     Refused,
     ReleaseAgent,
@@ -100,6 +103,7 @@ FromAgent = (
     | WorkerDied
     | AgentBye
     | DirectoryProbed
+    | NodeReadings
 )
 FromWorker = (
     WorkerHello
@@ -156,6 +160,7 @@ __all__ = [
     "FromHead",
     "FromWorker",
     "GpuInfo",
+    "GpuReading",
     "GpuStatus",
     "Install",
     "InstallFailed",
@@ -166,10 +171,12 @@ __all__ = [
     "LeaveCancelled",
     "LeaveNotice",
     "Message",
+    "NodeReadings",
     "NotifyAsk",
     "Pacing",
     "ParkKv",
     "Peer",
+    "PortReading",
     "ProbeDirectory",
     "PullKv",
     "Refused",

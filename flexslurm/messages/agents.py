@@ -79,6 +79,47 @@ class DirectoryProbed(Message, frozen=True, tag="agent.directory_probed"):
     """What is wrong with it, as seen from the agent's node; empty: nothing."""
 
 
+class PortReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A port of an InfiniBand or RoCE adapter; counts since its driver was loaded."""
+
+    device: str
+    port: int
+    active: bool
+    gbit_per_s: float
+    traffic: dict[str, int] = {}
+    """sent_bytes, received_bytes, sent_packets, received_packets, where they are counted."""
+    waits: int = 0
+    """Ticks in which data waited to be sent."""
+    errors: dict[str, int] = {}
+    hardware: dict[str, int] = {}
+    """The driver's own counters, by the driver's names."""
+
+
+class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A card as its driver tells it; None: it does not say."""
+
+    index: int
+    uuid: str = ""
+    utilisation: float | None = None
+    """Share of time in which a kernel ran, 0 to 1."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    celsius: int | None = None
+    watts: float | None = None
+    ecc_errors: dict[str, int] = {}
+    """corrected and uncorrected, since the driver was loaded."""
+    slowed_by: tuple[str, ...] | None = None
+    """What holds the clocks down now."""
+
+
+class NodeReadings(Message, frozen=True, tag="agent.node"):
+    """What an agent's node counts and measures; sent beside the beats where there is anything."""
+
+    incarnation: str
+    ports: tuple[PortReading, ...] = ()
+    gpus: tuple[GpuReading, ...] = ()
+
+
 class AgentBye(Message, frozen=True, tag="agent.bye"):
     incarnation: str
     reason: str

@@ -39,14 +39,18 @@ def fabric_ports(sys: Path = SYS) -> list[FabricPort]:
     return [
         _port(device, port)
         for device in sorted(sys.iterdir())
-        for port in sorted((device / "ports").glob("[0-9]*"), key=lambda path: int(path.name))
+        for port in sorted(_numbered(device / "ports"), key=lambda path: int(path.name))
     ]
+
+
+def _numbered(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*") if path.name.isdecimal() and path.name.isascii()]
 
 
 def _port(device: Path, port: Path) -> FabricPort:
     rate = _RATE.match(_text(port / "rate"))
     nets = sorted(path.name for path in (device / "device" / "net").glob("*"))
-    counters = {name: _count(port / "counters" / name) for name in _ERRORS}
+    counters = {name: count_in(port / "counters" / name) or 0 for name in _ERRORS}
     return FabricPort(
         device=device.name,
         port=int(port.name),
@@ -68,11 +72,13 @@ def rails(ports: Sequence[FabricPort]) -> list[FabricPort]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        with path.open("rb") as file:
+            return file.read(256).decode("ascii", "replace").strip()
     except OSError:
         return ""
 
 
-def _count(path: Path) -> int:
+def count_in(path: Path) -> int | None:
+    """A counter's file; None where there is no number in it, or it cannot be read."""
     text = _text(path)
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return int(text) if len(text) <= 20 and text.isascii() and text.isdigit() else None
