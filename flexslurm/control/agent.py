@@ -21,6 +21,7 @@ from flexslurm.control.agent_options import AgentOptions
 from flexslurm.control.agent_workers import AgentWorkers, WorkerEnd, WorkerNursery
 from flexslurm.control.directory_probe import probe_directory
 from flexslurm.control.inventory import gpus_of_node
+from flexslurm.control.node_watch import NodeWatch
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault
 from flexslurm.messages import (
     PROTOCOL,
@@ -70,13 +71,15 @@ class Agent:
         self._make_nursery = nursery
         self._workers: AgentWorkers | None = None
         self._gpus: tuple[GpuInfo, ...] = ()
+        self._watch: NodeWatch | None = None
         self._address = ""
         self._link: HeadLink[ToAgent] | None = None
         self._head: HeadAddress | None = None
         self._welcome: Welcome | None = None
         self._welcomed_at = time.monotonic()
-        self._notice: LeaveNotice | None = None
-        self._notice_at = 0.0
+        self._notice: str | None = None
+        """The signal that set the deadline."""
+        self._leaves_at = 0.0
         self._ended: asyncio.Future[str] | None = None
         self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +112,8 @@ class Agent:
             self._send,
         )
         await self._workers.begin(_NURSERY_START_S)
+        self._watch = NodeWatch(self._options.incarnation, self._gpus)
+        self._watch.start()
         while not self._ended.done():
             await self._serve(head)
             if not self._ended.done():
@@ -179,6 +184,9 @@ class Agent:
             else:
                 number += 1
                 link.send(AgentBeat(incarnation=self._options.incarnation, number=number))
+                readings = None if self._watch is None else self._watch.take()
+                if readings is not None:
+                    link.send(readings)
                 pause, lost_s = self._welcome.beat_s, self._welcome.lost_s
             await asyncio.sleep(pause)
             published = self._directory.head() if link.silent_s > 2 * pause else self._head
@@ -235,7 +243,7 @@ class Agent:
         if fresh:
             log.info("welcomed by head %s", welcome.head)
             if self._notice is not None:
-                self._send_notice()
+                self._send_notice(self._notice, self._leaves_at)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -255,28 +263,19 @@ class Agent:
     # ------------------------------------------------------------------ ending
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Slurm warns two or three times; the first one sets the deadline."""
-        log.warning("%s: must leave within %.0f s", number.name, self._options.notice_s)
-        if self._notice is None:
-            self._notice_at = time.monotonic()
-            self._notice = LeaveNotice(
-                incarnation=self._options.incarnation,
-                source=number.name,
-                grace_s=self._options.notice_s,
-            )
-            if self._welcome is not None:
-                self._send_notice()
+        """Slurm warns two or three times; the earliest end that follows is the deadline."""
+        promised_s = self._options.notice_s(number.name)
+        log.warning("%s: must leave within %.0f s", number.name, promised_s)
+        leaves_at = time.monotonic() + promised_s
+        if self._notice is None or leaves_at < self._leaves_at:
+            self._notice, self._leaves_at = number.name, leaves_at
+        if self._welcome is not None:
+            self._send_notice(number.name, leaves_at)
 
-    def _send_notice(self) -> None:
-        assert self._notice is not None
-        left = self._notice_at + self._notice.grace_s - time.monotonic()
-        self._send(
-            LeaveNotice(
-                incarnation=self._notice.incarnation,
-                source=self._notice.source,
-                grace_s=max(left, 0.0),
-            )
-        )
+    def _send_notice(self, source: str, leaves_at: float) -> None:
+        left_s = max(leaves_at - time.monotonic(), 0.0)
+        incarnation = self._options.incarnation
+        self._send(LeaveNotice(incarnation=incarnation, source=source, grace_s=left_s))
 
     def _finish(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
@@ -294,6 +293,8 @@ class Agent:
         return None
 
     async def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         for task in list(self._tasks):
             task.cancel()
         if self._workers is not None:

@@ -15,7 +15,7 @@ from flexslurm.messages import GpuInfo, NodeReadings, PortReading
 from flexslurm.slurm.fabric import SYS
 from flexslurm.slurm.fabric_counters import PortCounts, fabric_counts
 
-LEAST_PAUSE_S = 1.0
+PAUSE_S = 1.0
 """Some adapters ask their firmware for a counter: more often than this helps nobody."""
 
 
@@ -28,11 +28,9 @@ class NodeWatch:
         self._gpus = GpuReader(cards)
         self._latest: NodeReadings | None = None
         self._ended = threading.Event()
-        self._pause_s = LEAST_PAUSE_S
         self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
 
-    def start(self, pause_s: float) -> None:
-        self._pause_s = max(LEAST_PAUSE_S, pause_s)
+    def start(self) -> None:
         self._thread.start()
 
     def take(self) -> NodeReadings | None:
@@ -54,7 +52,7 @@ class NodeWatch:
                 ports=tuple(map(_port, fabric_counts(self._sys))),
                 gpus=self._gpus.read() if has_gpus else (),
             )
-            if self._ended.wait(self._pause_s):
+            if self._ended.wait(PAUSE_S):
                 return
 
 

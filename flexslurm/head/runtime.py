@@ -30,6 +30,7 @@ from flexslurm.head.hook_notices import take_notice
 from flexslurm.head.keeper import Keeper
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
+from flexslurm.head.node_book import NodeBook
 from flexslurm.head.operator import Operator
 from flexslurm.head.plan_worker import Answer
 from flexslurm.head.poller import JobPoller
@@ -112,6 +113,9 @@ class Head:
             now=time.monotonic,
         )
         self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api)
+        self.nodes = NodeBook()
+        members = self.control.members
+        self.api.metrics.watch_nodes(lambda: self.nodes.by_node(members.agents))
         self.socket: HeadSocket | None = None
         self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()
@@ -282,6 +286,8 @@ class Head:
             self._answer(sender, message)
             return
         self.reporter.take(message)
+        if self.nodes.take(sender, message):
+            return
         if self.keeper.take(message) or self.effects.take(sender, message):
             return
         self.controller.hear(sender, message)

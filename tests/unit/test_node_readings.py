@@ -110,7 +110,7 @@ def taken(watch: NodeWatch) -> NodeReadings:
 
 def test_the_watch_reads_beside_the_agent(tree: Path, nvml: FakeNvml) -> None:
     watch = NodeWatch("a-1", [GpuInfo(0, 0, "GPU-a")], sys=tree)
-    watch.start(0.1)
+    watch.start()
     try:
         found = taken(watch)
         assert watch.take() is None or found.ports  # taken once
@@ -123,7 +123,7 @@ def test_the_watch_reads_beside_the_agent(tree: Path, nvml: FakeNvml) -> None:
 
 def test_where_there_is_nothing_to_read_the_watch_ends(tmp_path: Path) -> None:
     watch = NodeWatch("a-1", [], sys=tmp_path / "none")
-    watch.start(0.1)
+    watch.start()
     deadline = time.monotonic() + 10
     while any(thread.name == "node-watch" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
@@ -143,7 +143,7 @@ def test_the_page_has_every_port_and_card_by_node(tree: Path, nvml: FakeNvml) ->
     reader = GpuReader([GpuInfo(0, 0, "GPU-a")])
     reader.open()
     watch = NodeWatch("a-1", [], sys=tree)
-    watch.start(60)
+    watch.start()
     ports = taken(watch).ports
     watch.close()
     book, metrics = NodeBook(), Metrics("m")
