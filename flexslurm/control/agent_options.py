@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexslurm.config.site import Site
 from flexslurm.errors import ServiceError
+from flexslurm.slurm.script import LEAST_WARNING_S
 from flexslurm.wire.service_dir import ServiceDir
 
 
@@ -29,10 +30,15 @@ class AgentOptions:
     head_wait_s: float = 3600.0
     """How long it waits for a head, at the start or after one is lost, before it ends."""
 
-    @property
-    def notice_s(self) -> float:
-        """Seconds that a first SIGTERM promises at least: it may be a cancel, with no grace."""
-        return min(self.grace_s, self.kill_wait_s) if self.grace_s > 0 else self.kill_wait_s
+    def notice_s(self, signal_name: str) -> float:
+        """Seconds that a signal promises at least.
+
+        SIGTERM may be a cancel's, with no grace. SIGUSR1 is what our jobs ask for by --signal:
+        before their time limit, or in place of SIGTERM when the grace time begins.
+        """
+        grace_s = self.grace_s if self.grace_s > 0 else None
+        other_s = self.kill_wait_s if signal_name == "SIGTERM" else float(LEAST_WARNING_S)
+        return other_s if grace_s is None else min(grace_s, other_s)
 
 
 def slurm_identity(env: Mapping[str, str]) -> tuple[str, str | None, int]:

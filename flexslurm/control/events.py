@@ -145,6 +145,10 @@ class PilotGone:
     reason: str
 
 
+PREEMPT_TIME = "PreemptTime"
+"""A source: the preemption under way that squeue shows, with the grace time that is left."""
+
+
 @dataclass(frozen=True, slots=True)
 class PilotLeaving:
     """Slurm says that it will take a pilot, before the pilot's agents have heard it."""

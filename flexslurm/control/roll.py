@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from flexslurm.control.actions import Action, Record, Say, Send
 from flexslurm.control.events import (
+    PREEMPT_TIME,
     ControlSettings,
     Cordon,
     Heard,
@@ -249,7 +250,10 @@ class Roll:
     def _on_leaving(self, now: float, agent: AgentRecord, source: str, grace_s: float) -> Told:
         leaves_at = now + grace_s
         if agent.state is AgentState.LEAVING:
-            agent.leaves_at = min(agent.leaves_at or leaves_at, leaves_at)
+            # A signal may be a preemption's or a cancel's, so it promises the shorter; Slurm's own
+            # word on the preemption knows better.
+            known = None if source == PREEMPT_TIME else agent.leaves_at
+            agent.leaves_at = leaves_at if known is None else min(known, leaves_at)
             return Told()
         agent.state, agent.leaves_at, agent.leave_source = AgentState.LEAVING, leaves_at, source
         record = {"event": "leaving", "fragment": agent.hello.fragment, "source": source}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from flexslurm.control.events import Event, PilotGone, PilotLeaving
+from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving
 from flexslurm.errors import FlexslurmError
 from flexslurm.head.status import JobView
 from flexslurm.slurm.command import backoff_s
@@ -93,7 +93,7 @@ class JobPoller:
             self._over.discard(job_id)
         if info.preempt_in_s is not None and self._warned.get(job_id) != info.restarts:
             self._warned[job_id] = info.restarts
-            self._tell(PilotLeaving(pilot.fragment, "PreemptTime", max(info.preempt_in_s, 0.0)))
+            self._tell(PilotLeaving(pilot.fragment, PREEMPT_TIME, max(info.preempt_in_s, 0.0)))
         if info.held and job_id not in self._held:
             self._held.add(job_id)
             log.warning("job %s of %s is held: scontrol release %s", job_id, pilot.fragment, job_id)

@@ -19,6 +19,8 @@ from flexslurm.slurm.states import EXIT_GIVE_BACK
 from flexslurm.slurm.times import format_duration
 
 MAX_GIVE_BACKS = 1000
+LEAST_WARNING_S = 30
+"""Our jobs ask to be warned at least this long before their time limit."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 # sbatch takes an #SBATCH line with one of these words anywhere for a component's separator.
@@ -44,6 +46,8 @@ class PilotSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     comment: str | None = None
     """Hooks find the service by it; a comment among the site's own options wins."""
+    least_s: float | None = None
+    """Slurm may give it as little as this to start it sooner (--time-min)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ def pilot_options(spec: PilotSpec, site: Site) -> list[str]:
         # send it to the batch shell alone, and the agents would hear nothing.
         f"--signal=USR1@{warning_s(walltime)}",
         *where_options(spec.partition, partition, walltime),
+        *([] if spec.least_s is None else [f"--time-min={format_duration(spec.least_s)}"]),
         *partition.sbatch_args,
     ]
 
@@ -160,7 +165,7 @@ def pilot_cpus(spec: PilotSpec, site: Site) -> int:
 
 def warning_s(walltime_s: float | None) -> int:
     """How long before the end of its time limit a job wants to be warned: a tenth of it."""
-    return round(min(120.0, max(30.0, (walltime_s or 1200.0) / 10)))
+    return round(min(120.0, max(LEAST_WARNING_S, (walltime_s or 1200.0) / 10)))
 
 
 # ------------------------------------------------------------------------------------ scripts
