@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,9 @@ class KvParker:
     ) -> None:
         self._worker, self._tenants, self._lot, self._send = worker, tenants, lot, send
         self._files: dict[int, list[Path]] = {}
+        self._lock = threading.Lock()
+        self._wanted: dict[int, set[int]] = {}
+        """Tickets under way by epoch; one that was called off keeps nothing when it is done."""
 
     def park(self, order: ParkKv) -> None:
         """Copy blocks out of the GPU, and answer."""
@@ -41,7 +45,11 @@ class KvParker:
         except FlexslurmError as error:
             self._parked(order, began, 0, order.blocks, error.message)
             return
+        with self._lock:
+            self._wanted.setdefault(order.epoch, set()).add(order.ticket)
         if not self._tenants.work(order.epoch, partial(self._park, tenant, order, began)):
+            with self._lock:
+                self._is_wanted(order)
             self._parked(order, began, 0, order.blocks, "too many transfers wait")
 
     def _park(self, tenant: Tenant, order: ParkKv, began: float, cancel: Cancel) -> None:
@@ -56,6 +64,8 @@ class KvParker:
                 done, why = self._in_files(source, box, order, cancel)
         except (FlexslurmError, OSError, InjectedFault) as error:
             done, why = set(), str(error)
+            with self._lock:
+                self._is_wanted(order)
         failed = tuple(block for block in order.blocks if block not in done)
         self._parked(order, began, len(done) * box.block_bytes, failed, why if failed else "")
 
@@ -72,7 +82,11 @@ class KvParker:
         except BaseException:
             self._lot.discard(parked)
             raise
-        self._lot.keep(parked)
+        with self._lock:
+            if not self._is_wanted(order):
+                self._lot.discard(parked)
+                return set(), "it was called off"
+            self._lot.keep(parked)
         return set(parked.places), why
 
     def _in_files(
@@ -92,8 +106,22 @@ class KvParker:
             writer.finish()
         finally:
             writer.abandon()
-        self._files.setdefault(order.epoch, []).append(writer.path)
+        with self._lock:
+            if not self._is_wanted(order):
+                writer.path.unlink(missing_ok=True)
+                return set(), "it was called off"
+            self._files.setdefault(order.epoch, []).append(writer.path)
         return done, why
+
+    def _is_wanted(self, order: ParkKv) -> bool:
+        """Whether nobody has called it off; it is no longer under way. Under the lock."""
+        tickets = self._wanted.get(order.epoch, set())
+        if order.ticket not in tickets:
+            return False
+        tickets.discard(order.ticket)
+        if not tickets:
+            del self._wanted[order.epoch]
+        return True
 
     def _parked(
         self, order: ParkKv, began: float, nbytes: int, failed: tuple[int, ...], reason: str
@@ -108,9 +136,12 @@ class KvParker:
         )  # fmt: skip
 
     def unpark(self, order: UnparkKv) -> None:
-        """Drop what this worker has parked of an epoch, its files too."""
-        self._lot.forget(order.epoch)
-        for path in self._files.pop(order.epoch, []):
+        """Drop what this worker has parked of an epoch, its files too, and what is under way."""
+        with self._lock:
+            self._wanted.pop(order.epoch, None)
+            self._lot.forget(order.epoch)
+            files = self._files.pop(order.epoch, [])
+        for path in files:
             path.unlink(missing_ok=True)
 
 

@@ -148,3 +148,24 @@ def test_host_memory_that_is_not_kept_is_not_counted() -> None:
     lot.keep(lot.open(box, 5))
     assert lot.used_bytes == lot.forget(1) == 500
     assert lot.forget(1) == lot.used_bytes == 0
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_is_called_off_while_it_is_parked_is_not_kept(
+    sides: tuple[Side, Side], on_disk: bool, tmp_path: Path
+) -> None:
+    one, _ = sides
+    write(one.store(1), range(4))
+    place = str(tmp_path / "there") if on_disk else None
+    faults.arm("transfer.park:1:slow")
+    one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
+    one.transfers.unpark(UnparkKv(epoch=1))
+    one.transfers.park(ParkKv(epoch=1, ticket=2, blocks=(2,), directory=place))
+    off = one.answer(1)
+    assert off.failed == (0, 1) and off.reason == "it was called off"
+    assert not one.answer(2).failed
+    assert one.transfers.lot.used_bytes == (0 if on_disk else LAYERS * HEADS * PAGE)
+    assert len(list((tmp_path / "there").glob("*"))) == (1 if on_disk else 0)
+    one.transfers.unpark(UnparkKv(epoch=1))
+    assert one.transfers.lot.used_bytes == 0
+    assert not list((tmp_path / "there").glob("*"))
