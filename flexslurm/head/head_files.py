@@ -40,5 +40,5 @@ def read_files(directory: ServiceDir) -> HeadFiles:
         model_context=context,
         api=ApiServer(service, context),
         plans=plans,
-        planner=ServicePlanner(service, site, plans.ask),
+        planner=ServicePlanner(service, site, plans.ask, directory.leaf_switches()),
     )
