@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from flexslurm.cli.doctor_verdicts import Verdict
+    from flexslurm.cli.doctor_words import Verdict
     from flexslurm.config.site import Site
     from flexslurm.slurm.client import SlurmClient
 
@@ -43,7 +43,8 @@ def doctor(
     site_file: Path | None, model: Path | None, in_job: bool, as_json: bool, timeout: float
 ) -> None:
     """Check this machine and Slurm, or with --job every node of an allocation."""
-    from flexslurm.cli.doctor_verdicts import Result, table
+    from flexslurm.cli.doctor_verdicts import table
+    from flexslurm.cli.doctor_words import Result
     from flexslurm.config.sources import load_site
     from flexslurm.errors import EnvironmentFault
 
@@ -69,7 +70,8 @@ def _login_checks(
     site: Site | None, site_file: Path | None, model: Path | None
 ) -> Iterator[Verdict]:
     from flexslurm.cli.doctor_probe import facts
-    from flexslurm.cli.doctor_verdicts import judge_node, ok
+    from flexslurm.cli.doctor_verdicts import judge_node
+    from flexslurm.cli.doctor_words import ok
     from flexslurm.slurm.client import SlurmClient
 
     client = SlurmClient(None if site is None else site.slurm)
@@ -84,7 +86,7 @@ def _login_checks(
 
 
 def _slurm(client: SlurmClient) -> Iterator[Verdict]:
-    from flexslurm.cli.doctor_verdicts import fail, ok
+    from flexslurm.cli.doctor_words import fail, ok
     from flexslurm.errors import FlexslurmError
 
     try:
@@ -106,7 +108,7 @@ def _slurm(client: SlurmClient) -> Iterator[Verdict]:
 
 
 def _site(site_file: Path) -> Iterator[Verdict]:
-    from flexslurm.cli.doctor_verdicts import fail, note, ok
+    from flexslurm.cli.doctor_words import fail, note, ok
     from flexslurm.cli.site_commands import findings_of
     from flexslurm.config.sources import load_site
     from flexslurm.errors import SlurmError
@@ -128,7 +130,7 @@ def _packages(me: dict[str, Any]) -> Iterator[Verdict]:
     """Whether what flexslurm says it needs is there."""
     from importlib import metadata
 
-    from flexslurm.cli.doctor_verdicts import fail, ok
+    from flexslurm.cli.doctor_words import fail, ok
 
     needed = [line for line in metadata.requires("flexslurm") or [] if "extra ==" not in line]
     names = [line.split(";")[0].split(">")[0].split("=")[0].strip() for line in needed]
@@ -152,7 +154,8 @@ def _installed(name: str) -> bool:
 
 def _directory(path: Path) -> Iterator[Verdict]:
     """Writable, with room, and on a server whose clock agrees with ours."""
-    from flexslurm.cli.doctor_verdicts import clock, fail, note, ok
+    from flexslurm.cli.doctor_verdicts import clock
+    from flexslurm.cli.doctor_words import fail, note, ok
 
     probe = path / f".doctor-{secrets.token_hex(4)}"
     try:

@@ -20,6 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flexslurm.config.site import SlurmSettings
+
+_SLURM_S = 10.0
 PACKAGES = (
     "flexslurm", "torch", "deepspeed", "transformers", "pyzmq", "msgspec", "numpy", "safetensors",
     "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -36,7 +39,10 @@ def facts(site_file: str | None, model: str | None) -> dict[str, Any]:
         "memory_free_bytes": _memory_free(),
         "gpus": _gpus(),
         "fabric": _fabric(),
+        "interfaces": _interfaces(),
+        "slurm": _slurm(site_file),
         "address": _address(site_file),
+        "network": _network(site_file),
         "model": _model(model),
     }
 
@@ -82,6 +88,47 @@ def _fabric() -> list[dict[str, Any]]:
     from flexslurm.slurm.fabric import fabric_ports
 
     return [asdict(port) for port in fabric_ports()]
+
+
+def _interfaces() -> list[str]:
+    import psutil
+
+    return sorted(psutil.net_if_addrs())
+
+
+def _slurm(site_file: str | None) -> dict[str, str]:
+    """Slurm's release as this node has it; agents need none, so its lack is only told."""
+    from flexslurm.config.sources import load_site
+    from flexslurm.errors import FlexslurmError
+    from flexslurm.slurm.client import SlurmClient
+
+    try:
+        settings = load_site(Path(site_file)).value.slurm if site_file else SlurmSettings()
+        bounded = settings.model_copy(
+            update={"command_timeout": min(settings.command_timeout, _SLURM_S)}
+        )
+        version = SlurmClient(bounded).version()
+    except FlexslurmError as error:
+        return {"problem": error.message}
+    return {"version": ".".join(f"{part:02d}" for part in version)}
+
+
+def _network(site_file: str | None) -> dict[str, Any]:
+    """What the site file promises of the network."""
+    from flexslurm.config.sources import load_site
+    from flexslurm.errors import FlexslurmError
+
+    if site_file is None:
+        return {}
+    try:
+        loaded = load_site(Path(site_file))
+    except FlexslurmError:  # said by the address already
+        return {}
+    network = loaded.value.network
+    told: dict[str, Any] = {"nccl_env": dict(network.nccl_env)}
+    if "node_link" in network.model_fields_set:
+        told["gbit_per_s"] = network.node_link.bandwidth * 8 / 1e9
+    return told
 
 
 def _address(site_file: str | None) -> dict[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Any
 
+from flexslurm.cli.doctor_fabric import compare_fabrics, judge_fabric, judge_nccl
+from flexslurm.cli.doctor_words import Result, Verdict, fail, note, ok
 from flexslurm.config.units import SIZE
 
 _LEAST_MEMORY = 2 * 2**30
@@ -15,40 +15,11 @@ _GPU_TAKEN = 0.1
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 1.0, 30.0
 
 
-class Result(StrEnum):
-    OK = "ok"
-    NOTE = "note"
-    FAIL = "FAIL"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One check at one place."""
-
-    check: str
-    where: str
-    result: Result
-    words: str
-    mend: str = ""
-
-
-def ok(check: str, where: str, words: str) -> Verdict:
-    return Verdict(check, where, Result.OK, words)
-
-
-def note(check: str, where: str, words: str, mend: str = "") -> Verdict:
-    return Verdict(check, where, Result.NOTE, words, mend)
-
-
-def fail(check: str, where: str, words: str, mend: str) -> Verdict:
-    return Verdict(check, where, Result.FAIL, words, mend)
-
-
 def judge_node(me: dict[str, Any], virtual: bool) -> list[Verdict]:
     """What one node says of itself. `virtual`: the site's GPUs need no cards."""
     where = str(me["node"])
     found = [_address(me, where), _memory(me, where), _gpus(me, where, virtual)]
-    found += [*_nccl(me, where), *_fabric(me, where)]
+    found += [*judge_nccl(me, where), *judge_fabric(me, where), _slurm(me["slurm"], where)]
     if me["model"] is not None:
         found.append(_model(me["model"], where))
     return found
@@ -100,38 +71,13 @@ def _gpus(me: dict[str, Any], where: str, virtual: bool) -> Verdict:
     return ok("gpus", where, words)
 
 
-def _nccl(me: dict[str, Any], where: str) -> list[Verdict]:
-    """Only where there are cards: virtual GPUs talk by gloo."""
-    if not me["gpus"].get("names"):
-        return []
-    found = [v for name, v in me["packages"].items() if name.startswith("nvidia-nccl")]
-    if found:
-        return [ok("nccl", where, found[0])]
-    mend = "install torch's build for CUDA, unless torch brings NCCL in another way"
-    return [note("nccl", where, "no package of it", mend)]
-
-
-def _fabric(me: dict[str, Any], where: str) -> Iterable[Verdict]:
-    ports = me["fabric"]
-    if not ports:
-        return [note("fabric", where, "no InfiniBand or RoCE here")]
-    found = []
-    for port in ports:
-        name = f"{port['device']}:{port['port']}"
-        if not port["active"]:
-            found.append(
-                note("fabric", where, f"{name} is down", "leave it out of NCCL_IB_HCA, or mend it")
-            )
-        if port["errors"]:
-            told = ", ".join(f"{key} {count}" for key, count in port["errors"].items())
-            found.append(note("fabric", where, f"{name}: {told}", "look at its cable (ibstat)"))
-    up = [port for port in ports if port["active"]]
-    if not up:
-        mend = "see ibstat; NCCL falls back to TCP without it"
-        return [*found, fail("fabric", where, "no port is up", mend)]
-    rates = Counter(f"{port['gbit_per_s']:g} Gbit/s" for port in up)
-    words = ", ".join(f"{count} x {rate}" for rate, count in rates.items())
-    return [*found, ok("fabric", where, words)]
+def _slurm(told: dict[str, str], where: str) -> Verdict:
+    if "problem" in told:
+        return note(
+            "slurm", where, told["problem"],
+            "agents need no Slurm commands; steps started from this node do",
+        )  # fmt: skip
+    return ok("slurm", where, told["version"])
 
 
 def _model(told: dict[str, Any], where: str) -> Verdict:
@@ -151,7 +97,7 @@ def judge_meeting(nodes: Sequence[dict[str, Any]], wanted: int) -> list[Verdict]
         )  # fmt: skip
     for me in nodes:
         found += _met(me["met"], str(me["node"]))
-    found += _equal(nodes, "python", [me["python"] for me in nodes])
+    found += _equal("python", [me["python"] for me in nodes])
     names = sorted({name for me in nodes for name in me["packages"]})
     differing = [n for n in names if len({me["packages"].get(n) for me in nodes}) > 1]
     if differing:
@@ -162,10 +108,13 @@ def judge_meeting(nodes: Sequence[dict[str, Any]], wanted: int) -> list[Verdict]
     elif nodes:
         found.append(ok("packages", "job", f"{len(names)} equal on {len(nodes)} nodes"))
     drivers = [me["gpus"]["driver"] for me in nodes if "driver" in me["gpus"]]
-    return [*found, *_equal(nodes, "driver", drivers)]
+    found += _equal("driver", drivers)
+    releases = [me["slurm"]["version"] for me in nodes if "version" in me["slurm"]]
+    found += _equal("slurm", releases)
+    return [*found, *compare_fabrics(nodes)]
 
 
-def _equal(nodes: Sequence[dict[str, Any]], check: str, values: Sequence[str]) -> list[Verdict]:
+def _equal(check: str, values: Sequence[str]) -> list[Verdict]:
     kinds = Counter(values)
     if not kinds:
         return []

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from flexslurm.cli.doctor_fabric import nccl_names
 from flexslurm.cli.doctor_probe import facts, meet
-from flexslurm.cli.doctor_verdicts import Result, Verdict, judge_meeting, judge_node, table
+from flexslurm.cli.doctor_verdicts import judge_meeting, judge_node, table
+from flexslurm.cli.doctor_words import Result, Verdict
 from flexslurm.errors import EnvironmentFault
 from flexslurm.slurm.each_node import nodes_of_allocation
 
@@ -22,7 +24,9 @@ def node(name: str = "n1", **changes: Any) -> dict[str, Any]:
         "memory_free_bytes": 2**36, "model": {"files": 3, "seconds": 0.1},
         "address": {"address": "10.0.0.1"},
         "gpus": {"wanted": 2, "names": ["A", "A"], "driver": "550", "used_share": [0.0, 0.0]},
-        "fabric": [port()],
+        "fabric": [port()], "interfaces": ["ib0", "lo"], "slurm": {"version": "22.05.08"},
+        "network": {"nccl_env": {"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_SOCKET_IFNAME": "=ib0"},
+                    "gbit_per_s": 200.0},
         "met": {"seen": 2, "wanted": 2, "peers": {"n2": {"way_s": 0.001, "clock_s": 0.0}}},
         **changes,
     }  # fmt: skip
@@ -50,8 +54,17 @@ def test_where_all_is_well_nothing_fails() -> None:
         ({"address": {"problem": "no ib0"}}, "address"),
         ({"gpus": {"wanted": 2, "names": ["A"], "driver": "5", "used_share": [0.0]}}, "gpus"),
         ({"gpus": {"wanted": 2, "problem": "driver mismatch"}}, "gpus"),
-        ({"fabric": [port(active=False)]}, "fabric"),
+        ({"fabric": [port(active=False)], "network": {}}, "fabric"),
         ({"model": {"problem": "/m: Permission denied"}}, "model"),
+        ({"network": {"nccl_env": {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_4"}}}, "nccl"),
+        ({"network": {"nccl_env": {"NCCL_SOCKET_IFNAME": "=ib"}}}, "nccl"),
+        (
+            {
+                "fabric": [port(), port(device="mlx5_1", active=False)],
+                "network": {"nccl_env": {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}},
+            },
+            "nccl",
+        ),
     ],
 )
 def test_a_node_s_trouble_is_a_failure_with_a_mend(changes: dict[str, Any], check: str) -> None:
@@ -65,6 +78,9 @@ def test_a_node_s_trouble_is_a_failure_with_a_mend(changes: dict[str, Any], chec
         ({"address": {"address": "127.0.1.1"}}, "address"),
         ({"fabric": [port(), port(device="mlx5_1", active=False)]}, "fabric"),
         ({"fabric": [port(errors={"symbol_error": 9})]}, "fabric"),
+        ({"fabric": [port(), port(device="mlx5_1", gbit_per_s=100.0)]}, "fabric"),
+        ({"network": {"gbit_per_s": 400.0}}, "fabric"),
+        ({"slurm": {"problem": "no scontrol"}}, "slurm"),
         ({"gpus": {"wanted": None, "names": ["A"], "driver": "5", "used_share": [0.9]}}, "gpus"),
     ],
 )
@@ -87,6 +103,10 @@ def test_trouble_between_nodes() -> None:
     assert bad(judge_meeting([node()], 2)) == ["nodes"]
     assert bad(judge_meeting([node(), node("n2", python="3.12.1")], 2)) == ["python"]
     assert bad(judge_meeting([node(), node("n2", packages={})], 2)) == ["packages"]
+    assert bad(judge_meeting([node(), node("n2", slurm={"version": "23.02.1"})], 2)) == ["slurm"]
+    three = [node("n1"), node("n2"), node("n3", fabric=[port(gbit_per_s=100.0)])]
+    slow = [v for v in judge_meeting(three, 3) if v.check == "fabric"]
+    assert [(v.where, v.result) for v in slow] == [("n3", Result.NOTE)]
     other = {**node()["gpus"], "driver": "535"}
     assert bad(judge_meeting([node(), node("n2", gpus=other)], 2)) == ["driver"]
 
@@ -139,3 +159,10 @@ def test_how_many_nodes_a_job_has() -> None:
     assert nodes_of_allocation(het) == 3
     with pytest.raises(EnvironmentFault, match="not inside"):
         nodes_of_allocation({})
+
+
+def test_names_as_nccl_reads_them() -> None:
+    assert nccl_names("=mlx5_0:1,mlx5_1") == (True, False, ["mlx5_0:1", "mlx5_1"])
+    assert nccl_names("^docker0,lo") == (False, True, ["docker0", "lo"])
+    assert nccl_names("^=eth0") == (True, True, ["eth0"])
+    assert nccl_names("mlx5") == (False, False, ["mlx5"])
