@@ -109,7 +109,8 @@ def _keep(
     if count < logits.shape[1] and not all(counted):
         mass = torch.where(by_count, mass, _mass(logits, params))
     better = _mass_of_better(kept)
-    kept = torch.where((better < p * mass) | (kept == 1.0), kept, 0.0)
+    # 1.0 is off: sums are rounded, so `better` may reach the whole mass before the last token
+    kept = torch.where((p >= 1.0) | (better < p * mass) | (kept == 1.0), kept, 0.0)
     kept = torch.where(kept >= least, kept, 0.0)
 
     by_p = (weights.cumsum(dim=-1)[:, -1:] >= p * mass) & (p < 1.0)

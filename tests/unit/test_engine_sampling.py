@@ -118,6 +118,21 @@ def test_filters_keep_what_transformers_keeps(
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("candidates", [(8,), ()])
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"min_p": 1e-30}, {"top_k": 500}])
+def test_a_token_lighter_than_rounding_stays_where_top_p_is_off(
+    candidates: tuple[int, ...], filters: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weight vanishes in the sum of those before it: top-p at 1.0 must not look at that."""
+    monkeypatch.setattr(drawing, "_CANDIDATES", candidates)
+    logits = torch.tensor([[0.0, -1.0, -45.0, -50.0, *[-200.0] * 20]], dtype=torch.float64)
+    params = SamplingParams(temperature=1.0, **filters)
+    ours, theirs = probabilities(logits, [params]), hf_scores(logits, params).softmax(-1)
+    assert torch.equal(ours > 0, theirs > 0)
+    assert (ours[0, :4] > 0).all()
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=0.0)
+
+
 def test_rows_are_filtered_each_by_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "_CANDIDATES", (8,))
     settings = [
