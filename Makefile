@@ -2,6 +2,8 @@
 
 SHELL := /bin/bash
 BIN := .venv/bin
+EVERYDAY := not slow and not long
+SLOW := slow and not long
 
 .PHONY: help venv lint style types layers pytest test test-all bench demo clean
 
@@ -24,11 +26,12 @@ layers: venv
 	$(BIN)/lint-imports
 
 pytest: venv  ## the everyday tests alone
-	tools/pytest -m "not slow"
+	tools/pytest -m "$(EVERYDAY)"
 
-test: lint pytest  ## the everyday checks and tests
+test: lint pytest  ## style, types, layers, the everyday tests and the slow ones
+	tools/pytest -m "$(SLOW)"
 
-test-all: lint  ## all tests, and more examples of each property
+test-all: lint  ## all tests, the long ones too, and more examples of each property
 	HYPOTHESIS_PROFILE=thorough tools/pytest
 
 bench: venv  ## the benches, one by one

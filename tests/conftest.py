@@ -41,8 +41,13 @@ settings.load_profile(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their directory, and keep what fills the machine on one xdist worker."""
+    """Mark tests by their directory, and give each of the two kinds that share a cluster or a
+    service to one xdist worker: it is started once, and at most two fill the machine at a time.
+
+    First of all such hooks: xdist's own reads the groups.
+    """
     for item in items:
         parts = item.path.relative_to(ROOT).parts
         for name in ("cluster", "sandbox"):
@@ -50,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(name)
         for name in ("cluster", "sandbox"):
             if item.get_closest_marker(name) is not None:
-                item.add_marker(pytest.mark.xdist_group("machine"))
+                item.add_marker(pytest.mark.xdist_group(name))
                 break
 
 
