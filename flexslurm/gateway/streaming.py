@@ -127,7 +127,8 @@ class Session:
                 async with asyncio.timeout(timeout_s):
                     await self._news.wait()
             except TimeoutError:
-                return False
+                if not self._news.is_set():  # it may come in the turn in which the time is up
+                    return False
         self._news.clear()
         return True
 
