@@ -249,7 +249,7 @@ class Answer(Response):
             if session.client_gone:
                 return
             over = session.over
-            data = self._next_bytes(session) if woken else PING
+            data = self._next_bytes(session) if woken or over else PING
             if data or over:
                 await send({"type": "http.response.body", "body": data, "more_body": not over})
             if over:
