@@ -6,22 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flexslurm.slurm.job_names import UNSENT, head_job, pilot_job
 from flexslurm.wire.service_dir import Pilot, Pilots
 
 if TYPE_CHECKING:
     from flexslurm.slurm.pilot import Submitter
 
-UNSENT = ""
-"""The job id of what is about to be submitted: written before, replaced after."""
-
-
-def pilot_job(service: str, fragment: str) -> str:
-    return f"{service}.{fragment}"
-
-
-def head_job(service: str) -> str:
-    return f"{service}.head"
-
+__all__ = ["UNSENT", "head_job", "pilot_job", "with_ids"]
 
 def with_ids(pilots: Pilots, service: str, submitter: Submitter, local: Submitter) -> Pilots:
     """The same with the ids of what was submitted all the same; what was not is left out.

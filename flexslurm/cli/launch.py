@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexslurm.cli.job_names import UNSENT, head_job, pilot_job
+from flexslurm.cli.job_names import head_job
 from flexslurm.cli.launch_facts import LaunchFacts, gather_facts
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
@@ -76,6 +76,7 @@ def plan_launch(
     from flexslurm.gateway.text import TextModel
     from flexslurm.head.gear_tables import full_pool
     from flexslurm.head.main import head_command
+    from flexslurm.head.pilot_specs import job_env
     from flexslurm.head.planning import ServicePlanner, check_plans
     from flexslurm.slurm.script import HeadSpec
 
@@ -108,7 +109,7 @@ def plan_launch(
         name=head_job(service.name),
         command=head_command(directory.path),
         log_dir=directory.logs / "head",
-        env=_job_env(),
+        env=job_env(),
     )
     site = facts.used_by(site, directory)
     return LaunchPlan(
@@ -153,50 +154,13 @@ def _less(pool: Signature, pilot: Pilot) -> Signature:
     return Signature.of(nodes)
 
 
-def _job_env() -> dict[str, str]:
-    """What our processes on the nodes take from the launcher's environment."""
-    kept = ("PYTHONPATH", "FLEXSLURM_LOG", "FLEXSLURM_WORKER_THREADS", "HF_HUB_OFFLINE")
-    return {name: os.environ[name] for name in kept if name in os.environ}
-
-
 def _pilots(
     service: Service, site: Site, directory: ServiceDir, cluster: str
 ) -> tuple[tuple[Pilot, PilotSpec], ...]:
-    count: dict[str, int] = {}
-    made = []
-    for entry in service.pool:
-        for _ in range(entry.count):
-            count[entry.gpu_type] = count.get(entry.gpu_type, 0) + 1
-            fragment = f"{entry.gpu_type}-{count[entry.gpu_type]}"
-            made.append(_pilot(entry, fragment, service, site, directory, cluster))
-    return tuple(made)
+    from flexslurm.head.pilot_specs import first_pilots, pilot_spec
 
-
-def _pilot(
-    entry: Fragment, fragment: str, service: Service, site: Site, directory: ServiceDir,
-    cluster: str,
-) -> tuple[Pilot, PilotSpec]:  # fmt: skip
-    from flexslurm.head.agent_process import agent_command
-    from flexslurm.slurm.script import PilotSpec
-
-    partition = site.partitions.get(entry.partition or "")
-    grace_s = partition.grace if partition is not None and cluster != "local" else 0.0
-    kill_wait_s = site.kill_wait_s(entry.partition or "")
-    spec = PilotSpec(
-        name=pilot_job(service.name, fragment),
-        partition=entry.partition,
-        gpu_type=entry.gpu_type,
-        gpus=entry.gpus,
-        nodes=entry.nodes,
-        walltime_s=entry.walltime,
-        command=agent_command(
-            directory.path, fragment, entry.gpu_type, entry.gpus, grace_s, kill_wait_s
-        ),
-        log_dir=directory.logs / fragment,
-        env=_job_env(),
-    )
-    pilot = Pilot(fragment, UNSENT, entry.partition, entry.gpu_type, entry.gpus, entry.nodes)
-    return pilot, spec
+    made = first_pilots(service)
+    return tuple((p, pilot_spec(p, service, site, directory, cluster)) for p in made)
 
 
 def make_submitter(plan: LaunchPlan) -> Submitter:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,7 @@ from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 if TYPE_CHECKING:
     from flexslurm.slurm.pilot import Submitter
+    from flexslurm.slurm.script import PilotSpec
 
 _POLL_S = 0.25
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -62,9 +63,9 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
             refuse_if_running(directory)
             _end_old_head(plan, say)
             _check_port(plan)
-            alive = _pilots_alive(plan)
+            kept, missing = _take_over(plan)
             _write_files(plan)
-            return _submit_all(plan, alive, done, say)
+            return _submit_all(plan, kept, missing, done, say)
     except ServiceExists:
         raise
     except BaseException:
@@ -74,23 +75,22 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
 
 
 def _submit_all(
-    plan: LaunchPlan, alive: Mapping[str, str], done: list[Pilot], say: Say
-) -> Pilots:  # fmt: skip
+    plan: LaunchPlan, kept: Sequence[Pilot], missing: Sequence[Pilot], done: list[Pilot], say: Say
+) -> Pilots:
     """A name is written down before a job of it is submitted, and its id before signals come."""
     submitter = make_submitter(plan)
     new: list[str] = []
+    done += kept
+    for pilot in kept:
+        say(_submitted(plan, pilot, "took over"))
     try:
-        for pilot, spec in plan.pilots:
-            job = alive.get(pilot.fragment)
-            taken_over = job is not None
+        for pilot in missing:
             with _uninterrupted():
-                if job is None:
-                    _note(plan, [*done, pilot])
-                    job = submitter.submit(spec)
-                    new.append(job)
-                done.append(msgspec.structs.replace(pilot, job_id=job))
+                _note(plan, [*done, pilot])
+                new.append(submitter.submit(_spec(plan, pilot)))
+                done.append(msgspec.structs.replace(pilot, job_id=new[-1]))
                 _note(plan, done)
-            say(_submitted(plan, done[-1], taken_over))
+            say(_submitted(plan, done[-1], "submitted"))
         with _uninterrupted():
             _note(plan, done, UNSENT)
             made = _note(plan, done, head_submitter(plan).submit(plan.head))
@@ -98,8 +98,14 @@ def _submit_all(
         return made
     except BaseException:
         with _uninterrupted():
-            _take_back(plan, new, done, say)
+            _take_back(plan, new, done, missing[len(new) :], say)
         raise
+
+
+def _spec(plan: LaunchPlan, pilot: Pilot) -> PilotSpec:
+    from flexslurm.head.pilot_specs import pilot_spec
+
+    return pilot_spec(pilot, plan.service, plan.site, plan.directory, plan.cluster)
 
 
 def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) -> Pilots:
@@ -108,14 +114,16 @@ def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) ->
     return noted
 
 
-def _take_back(plan: LaunchPlan, new: list[str], done: list[Pilot], say: Say) -> None:
+def _take_back(
+    plan: LaunchPlan, new: list[str], done: list[Pilot], left: Sequence[Pilot], say: Say
+) -> None:
     """Cancel what this launch has submitted, answered or not; pilots it took over stay."""
     submitter, head = make_submitter(plan), head_submitter(plan)
     name = plan.service.name
-    names = [pilot_job(name, p.fragment) for p, _ in plan.pilots[len(done) : len(done) + 1]]
+    names = [pilot_job(name, pilot.fragment) for pilot in left[:1]]
     try:  # a submission that failed may have come through
         unheard = [job for word in names for job in submitter.find(word)]
-        heads = head.find(head_job(name)) if len(done) == len(plan.pilots) else []
+        heads = [] if left else head.find(head_job(name))
     except SlurmError as error:
         say(f"{error.message}: end what may be left with: flexslurm stop {called(plan)}")
         submitter.cancel(new)
@@ -229,9 +237,8 @@ def _write_files(plan: LaunchPlan) -> None:
         write_atomically(directory.gears, plan.table)
 
 
-def _submitted(plan: LaunchPlan, pilot: Pilot, taken_over: bool) -> str:
+def _submitted(plan: LaunchPlan, pilot: Pilot, what: str) -> str:
     where = f" in {pilot.partition}" if pilot.partition and plan.cluster == "slurm" else ""
-    what = "took over" if taken_over else "submitted"
     return f"{what} {pilot.fragment}: {pilot.gpus} {pilot.gpu_type}{where}, job {pilot.job_id}"
 
 
@@ -243,36 +250,38 @@ def _before(plan: LaunchPlan) -> Pilots | None:
     return with_ids(before, plan.service.name, make_submitter(plan), head_submitter(plan))
 
 
-def _pilots_alive(plan: LaunchPlan) -> dict[str, str]:
-    """Jobs of an earlier launch that still wait or run, by fragment; their head is dead.
+def _take_over(plan: LaunchPlan) -> tuple[list[Pilot], list[Pilot]]:
+    """Pilots of an earlier launch that still wait or run, whose head is dead; and what is missing.
 
     Raises ServiceExists when they are not pilots of this pool.
     """
+    from flexslurm.head.pilot_specs import taken_over
+
     before = _before(plan)
-    if before is None or not before.pilots:
-        return {}
-    states = make_submitter(plan).states([p.job_id for p in before.pilots])
-    alive = [p for p in before.pilots if states[p.job_id].known and not states[p.job_id].state.over]
-    wanted = {p.fragment: p for p, _ in plan.pilots}
-    others = [
-        p.job_id
-        for p in alive
-        if before.cluster != plan.cluster
-        or p.fragment not in wanted
-        or msgspec.structs.replace(p, job_id=UNSENT) != wanted[p.fragment]
-    ]
+    alive: list[Pilot] = []
+    if before is not None and before.pilots:
+        states = make_submitter(plan).states([p.job_id for p in before.pilots])
+        infos = [(pilot, states[pilot.job_id]) for pilot in before.pilots]
+        alive = [pilot for pilot, info in infos if info.known and not info.state.over]
+    kept, others, missing = taken_over(alive, plan.service)
+    if before is not None and before.cluster != plan.cluster:
+        others = alive
     if others:
+        jobs = ", ".join(pilot.job_id for pilot in others)
         raise ServiceExists(
-            f"jobs of an earlier launch with another pool are still there: {', '.join(others)}",
+            f"jobs of an earlier launch with another pool are still there: {jobs}",
             hint=f"flexslurm stop {called(plan)} ends them",
         )
-    return {p.fragment: p.job_id for p in alive}
+    return kept, missing
 
 
 def cancel_all(plan: LaunchPlan, made: Pilots) -> None:
-    """End the jobs of a launch that failed, and no others that have come since."""
-    make_submitter(plan).cancel([pilot.job_id for pilot in made.pilots])
-    if made.head_job is not None:
+    """End the jobs of a launch that failed, its head's own included, and no others' since."""
+    now = plan.directory.pilots()
+    ours = now is not None and now.head_job == made.head_job
+    pilots = now.pilots if now is not None and ours else made.pilots
+    if made.head_job is not None:  # first: it would submit others for the pilots that end
         head_submitter(plan).cancel([made.head_job])
-    if plan.directory.pilots() == made:
+    make_submitter(plan).cancel([pilot.job_id for pilot in pilots if pilot.job_id != UNSENT])
+    if ours:
         plan.directory.write_pilots(Pilots(plan.cluster))

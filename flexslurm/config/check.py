@@ -105,11 +105,19 @@ def _check_partition(service: Loaded[Service], site: Loaded[Site], index: int) -
         raise service.error(at, words, legal)
     partition = partitions[entry.partition]
     most = partition.gpus_per_node
-    if most is not None and entry.gpus > most:
+    for number, shape in enumerate(entry.all_shapes):
+        if most is not None and shape.gpus > most:
+            own: Loc = ("gpus",) if number == 0 else ("shapes", number - 1, "gpus")
+            raise service.error(
+                ("pool", index, *own),
+                f"a node of '{entry.partition}' has at most {most} GPUs, not {shape.gpus}",
+                f"for {shape.gpus} GPUs ask for more nodes or a higher count",
+            )
+    if entry.preemptible is False and partition.preemptible:
         raise service.error(
-            ("pool", index, "gpus"),
-            f"a node of '{entry.partition}' has at most {most} GPUs, not {entry.gpus}",
-            f"for {entry.gpus} GPUs ask for more nodes or a higher count",
+            ("pool", index, "preemptible"),
+            f"Slurm may take jobs of '{entry.partition}'",
+            "choose a partition that the site file calls preemptible: false",
         )
     longest = partition.max_walltime
     if entry.walltime is not None and longest is not None and entry.walltime > longest:

@@ -24,6 +24,13 @@ class ModelSettings(Section):
     chat_template: str | None = Field(None, description="A file; default: the tokenizer's own.")
 
 
+class PilotShape(Section):
+    """What one pilot holds."""
+
+    gpus: int = Field(ge=1, le=1024, description="GPUs on each node of the pilot.")
+    nodes: int = Field(1, ge=1, le=65536, description="Nodes of the pilot.")
+
+
 class Fragment(Section):
     """An entry of the pool: like pilots, each one Slurm job holding some GPUs of one type."""
 
@@ -32,7 +39,84 @@ class Fragment(Section):
     gpus: int = Field(ge=1, le=1024, description="GPUs on each node of the pilot.")
     nodes: int = Field(1, ge=1, le=65536, description="Nodes of the pilot.")
     count: int = Field(1, ge=1, le=65536, description="Pilots of this kind.")
+    min_count: int | None = Field(
+        None, ge=0, description="Fewest that are kept when the load is low; default: count."
+    )
+    max_count: int | None = Field(
+        None, ge=1, description="Most that the load may ask for; default: count."
+    )
+    shapes: list[PilotShape] = Field(
+        default_factory=list,
+        description="Asked for instead where Slurm does not give the first, the liked ones first.",
+    )
+    preemptible: bool | None = Field(
+        None,
+        description="false: only a partition whose jobs Slurm does not take will do. Default: any.",
+    )
     walltime: Seconds | None = Field(None, description="Default: the partition's.")
+    handover: Seconds | None = Field(
+        None,
+        description="How long before the walltime a pilot's successor is submitted; default: as "
+        "long as pilots have waited and started so far.",
+    )
+
+    @property
+    def most(self) -> int:
+        """Pilots there can be."""
+        return self.count if self.max_count is None else self.max_count
+
+    @property
+    def all_shapes(self) -> tuple[PilotShape, ...]:
+        """In the order of preference."""
+        return (PilotShape(gpus=self.gpus, nodes=self.nodes), *self.shapes)
+
+    @model_validator(mode="after")
+    def _bounds_hold_the_count(self) -> Fragment:
+        if (self.min_count or 0) > self.count:
+            raise misfit(f"it must not be above count, which is {self.count}", "min_count")
+        if self.most < self.count:
+            raise misfit(f"it must not be below count, which is {self.count}", "max_count")
+        return self
+
+
+class KeepingSettings(Section):
+    """How the pool is kept as it was asked for."""
+
+    enabled: bool = Field(True, description="Pilots that ended are submitted again.")
+    retry: Seconds = Field(
+        15.0, ge=1, description="Wait before the next try after one that came to nothing; doubles."
+    )
+    retry_most: Seconds = Field(900.0, ge=1, description="The longest of these waits.")
+    quick_death: Seconds = Field(
+        60.0, ge=0, description="A pilot that ends by itself within this time has died at once."
+    )
+    failures: int = Field(
+        3, ge=1, le=1000, description="Such deaths in a row after which a shape is given up."
+    )
+    give_up_for: Seconds = Field(
+        3600.0, ge=1, description="A shape that was given up or refused is tried again after this."
+    )
+    waiting: Seconds = Field(
+        1800.0, ge=1, description="A pilot that Slurm lets wait longer gives way to another shape."
+    )
+    high_load: Fraction = Field(0.9, description="Share of batch or KV in use that asks for more.")
+    high_for: Seconds = Field(60.0, ge=0, description="How long it must last, or requests wait.")
+    low_load: Fraction = Field(0.3, description="Share in use below which pilots are released.")
+    low_for: Seconds = Field(900.0, ge=1, description="How long the load must be low before.")
+    backfill: bool = Field(
+        False,
+        description="Pilots above min_count are short jobs, shaped to holes in Slurm's schedule.",
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> KeepingSettings:
+        for low, high in (
+            ("retry", "retry_most"),
+            ("low_load", "high_load"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                raise misfit(f"it must not be below {low}", high)
+        return self
 
 
 class ServingSettings(Section):
@@ -100,6 +184,12 @@ class ProfilingSettings(Section):
     interval_sec: float = Field(10, gt=0, description="Seconds between samples.")
     window_minutes: float = Field(5, gt=0, description="Minutes that averages and P95 look back.")
 
+    @model_validator(mode="after")
+    def _window_has_samples(self) -> ProfilingSettings:
+        if self.interval_sec > 60 * self.window_minutes:
+            raise misfit("it must be no longer than the window", "interval_sec")
+        return self
+
 
 class DecisionSettings(Section):
     """When a gear is left for a better one without need."""
@@ -152,10 +242,11 @@ class Service(Section):
     decisions: DecisionSettings = Field(default_factory=DecisionSettings)
     scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
     executor: ExecutorSettings = Field(default_factory=ExecutorSettings)
+    keeping: KeepingSettings = Field(default_factory=KeepingSettings)
 
     @model_validator(mode="after")
     def _pool_is_bounded(self) -> Service:
-        nodes = sum(entry.nodes * entry.count for entry in self.pool)
+        nodes = sum(e.most * max(shape.nodes for shape in e.all_shapes) for e in self.pool)
         if nodes > MAX_POOL_NODES:
             raise misfit(f"{nodes} nodes in all; at most {MAX_POOL_NODES} can be asked for", "pool")
         return self

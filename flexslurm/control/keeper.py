@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from flexslurm.control.keeper_trials import Trials
 from flexslurm.control.keeper_values import (
     Call,
@@ -211,11 +213,7 @@ class PoolKeeper:
 
     def _settle(self, kept: Kept, job_id: str, now: float) -> None:
         """It is known that the intent was carried out."""
-        pilot = kept.pilot
-        kept.pilot = Pilot(
-            pilot.fragment, job_id, pilot.partition, pilot.gpu_type, pilot.gpus, pilot.nodes,
-            pilot.entry, pilot.walltime_s, pilot.least_s, pilot.replaces, pilot.fills_hole,
-        )  # fmt: skip
+        kept.pilot = msgspec.structs.replace(kept.pilot, job_id=job_id)
         kept.stage = Stage.ENDING if kept.ending else Stage.WAITING
         kept.cancel, kept.since, kept.unsure = bool(kept.ending), now, False
 

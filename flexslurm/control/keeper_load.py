@@ -50,7 +50,8 @@ class LoadJudge:
     def take(self, now: float, load: Load) -> tuple[int, str]:
         """+1, 0 or -1 pilots, and why; after an answer that is not 0 the time counts anew."""
         settings = self._settings
-        high = load.waiting > 0 or load.share >= settings.high
+        # one that has just come waits for the next step: that is no queue
+        high = load.waiting > load.seats // 8 or load.share >= settings.high
         low = load.waiting == 0 and load.share <= settings.low
         self._high_since = _since(self._high_since, now) if high else None
         self._low_since = _since(self._low_since, now) if low else None
@@ -86,3 +87,28 @@ def resize(keeper: PoolKeeper, step: int, why: str) -> None:
         for number in reversed(numbers):
             if keeper.wish(number, keeper.wanted[number] - 1, why):
                 return
+
+
+def pool_lines(keeper: PoolKeeper, now: float) -> tuple[str, ...]:
+    """One line for each entry: what is wanted, what there is, and why no more comes."""
+    lines = []
+    for number, entry in enumerate(keeper.entries):
+        staying = keeper.staying(number)
+        running = sum(kept.stage is Stage.RUNNING for kept in staying)
+        parts = [f"{running} of {keeper.wanted[number]} {entry.gpu_type} pilots run"]
+        if entry.least < entry.most:
+            parts[0] += f" ({entry.least} to {entry.most})"
+        waiting = sum(kept.stage is Stage.WAITING for kept in staying)
+        if waiting:
+            parts.append(f"{waiting} in the queue")
+        leaving = sum(bool(kept.ending) for kept in keeper.of_entry(number))
+        if leaving:
+            parts.append(f"{leaving} being let go")
+        fillers = sum(kept.pilot.fills_hole for kept in keeper.of_entry(number))
+        if fillers:
+            parts.append(f"{fillers} in holes")
+        why = keeper.trials.stuck(now, number, len(entry.shapes))
+        if why and len(staying) < keeper.wanted[number]:
+            parts.append(f"no more are submitted for now: {why}")
+        lines.append("; ".join(parts))
+    return tuple(lines)

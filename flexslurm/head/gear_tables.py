@@ -33,7 +33,7 @@ def pilot_kinds(service: Service) -> tuple[Pilots, ...]:
     kinds: Counter[Signature] = Counter()
     for entry in service.pool:
         shape = Shape(entry.gpu_type, entry.gpus)
-        kinds[Signature(((shape, entry.nodes),))] += entry.count
+        kinds[Signature(((shape, entry.nodes),))] += entry.most
     return tuple(Pilots(nodes, kinds[nodes]) for nodes in sorted(kinds, key=lambda s: s.counts))
 
 

@@ -1,13 +1,18 @@
-"""Looks at the service's jobs in one call at a time and tells the controller what changed."""
+"""Looks at the service's jobs in one call at a time and tells the controller what changed.
+
+It paces all calls of a head: one in each interval, and of two in a row one is always a look.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving
+from flexslurm.control.keeper_values import Look
 from flexslurm.errors import FlexslurmError
+from flexslurm.head.pool import Pool
 from flexslurm.head.status import JobView
 from flexslurm.slurm.command import backoff_s
 from flexslurm.slurm.jobs import JobInfo
@@ -30,9 +35,11 @@ class JobPoller:
         pilots: Callable[[], Iterable[Pilot]],
         tell: Callable[[Event], None],
         interval_s: float,
+        pool: Pool | None = None,
     ) -> None:
+        """`pool`: what it keeps is looked at, and its calls have their turn."""
         self._submitter, self._pilots, self._tell = submitter, pilots, tell
-        self._interval_s = interval_s
+        self._interval_s, self._pool = interval_s, pool
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
         self._hurry = asyncio.Event()
@@ -45,18 +52,31 @@ class JobPoller:
         waits: Iterator[float] | None = None
         while True:
             try:
-                pilots = [pilot for pilot in self._pilots() if pilot.job_id]
-                infos = await asyncio.to_thread(self._submitter.states, [p.job_id for p in pilots])
+                await self._ask()
             except FlexslurmError as error:
                 # also this machine's own troubles: no process, no memory, a file half there
                 base_s = self._interval_s
                 waits = waits or backoff_s(2 * base_s, _MOST_INTERVALS * base_s)
                 log.warning("nothing is known of our jobs now: %s", error.message)
                 await asyncio.sleep(next(waits))
-            else:
-                waits = None
-                self.take(pilots, infos)
+                continue
+            waits = None
+            await self._pause()
+            call = None if self._pool is None else self._pool.next_call()
+            if self._pool is not None and call is not None:
+                await self._pool.run_call(call)
                 await self._pause()
+
+    async def _ask(self) -> None:
+        """One call about all jobs. Raises FlexslurmError where nothing is known."""
+        pilots = [pilot for pilot in self._pilots() if pilot.job_id]
+        ids = [pilot.job_id for pilot in pilots]
+        if self._pool is None:
+            self.take(pilots, await asyncio.to_thread(self._submitter.states, ids))
+            return
+        look: Look = await asyncio.to_thread(self._pool.look, ids)
+        self.take(pilots, look.infos)
+        self._pool.looked(look)
 
     async def _pause(self) -> None:
         """Until the next look: the interval, or less when somebody has seen something."""
@@ -75,7 +95,7 @@ class JobPoller:
         """Do not wait for the next look: a hook has seen something."""
         self._hurry.set()
 
-    def take(self, pilots: Iterable[Pilot], infos: dict[str, JobInfo]) -> None:
+    def take(self, pilots: Iterable[Pilot], infos: Mapping[str, JobInfo]) -> None:
         """One look: new ends and new preemptions become events."""
         known = {pilot.job_id: pilot for pilot in pilots}
         self._forget_all_but(known.keys())
@@ -94,6 +114,8 @@ class JobPoller:
         if info.preempt_in_s is not None and self._warned.get(job_id) != info.restarts:
             self._warned[job_id] = info.restarts
             self._tell(PilotLeaving(pilot.fragment, PREEMPT_TIME, max(info.preempt_in_s, 0.0)))
+        if self._pool is not None:
+            return  # which says more of held jobs
         if info.held and job_id not in self._held:
             self._held.add(job_id)
             log.warning("job %s of %s is held: scontrol release %s", job_id, pilot.fragment, job_id)

@@ -201,6 +201,10 @@ class AllocationSubmitter:
     def _grace(self) -> dict[str, float]:
         return {name: partition.grace for name, partition in self.site.partitions.items()}
 
+    def survey(self, job_ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        infos = self.states(job_ids)
+        return infos, self._steps.survey([])[1]
+
     def find(self, name: str) -> list[str]:
         return self._steps.find(name)
 

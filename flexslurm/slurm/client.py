@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from flexslurm.slurm.command import Completed, clean_env, failure, run
 from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
 from flexslurm.slurm.jobs import JobInfo
-from flexslurm.slurm.json_forms import jobs_of
+from flexslurm.slurm.json_forms import jobs_from, jobs_of
 from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.records import optional, parse_records, parse_settings
 from flexslurm.slurm.states import NodeState, node_state
@@ -125,12 +125,29 @@ class SlurmClient:
         rows = [self._whole(row) if jobs.cut_off(row) else row for row in rows]
         return jobs.by_id([jobs.job_info(row, now, grace_s or {}) for row in rows], list(ids))
 
+    def survey(
+        self, ids: Sequence[str], folder: Path, grace_s: Mapping[str, float]
+    ) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        """As `jobs`, and all our jobs submitted from `folder` that are not over; in one call."""
+        now, wanted, mine = time.time(), set(ids), _names_of(folder)
+        if self.settings.rest is not None:
+            from flexslurm.slurm.rest import ask_rest
+
+            answer = ask_rest(self.settings.rest, "/jobs/", self.settings.command_timeout)
+            ours = jobs_from(answer, mine, now, grace_s)
+            return jobs_of(answer, ids, now, grace_s), tuple(ours)
+        rows = [row for row in self._rows() if row["jobid"] in wanted or _within(row, mine)]
+        rows = [self._whole(row) if jobs.cut_off(row) else row for row in rows]
+        infos = [jobs.job_info(row, now, grace_s) for row in rows]
+        found = (info for info in infos if info.work_dir in mine and not info.state.over)
+        return jobs.by_id(infos, list(ids)), tuple(found)
+
     def named(self, name: str, folder: Path) -> list[str]:
         """Ids of our jobs of this name that are not over and were submitted from `folder`."""
         now = time.time()
         found = (jobs.job_info(row, now, {}) for row in self._rows() if row["name"] == name)
         ids = [info.id for info in found if not info.state.over]
-        return [i for i in ids if self.job_record(i).get("WorkDir") == str(folder)]
+        return [i for i in ids if self.job_record(i).get("WorkDir") in _names_of(folder)]
 
     def _rows(self) -> list[dict[str, str]]:
         done = self.call(
@@ -141,7 +158,9 @@ class SlurmClient:
 
     def _whole(self, row: dict[str, str]) -> dict[str, str]:
         """A row with a value that squeue may have cut, from scontrol, which cuts nothing."""
-        names = {"reason": "Reason", "nodelist": "NodeList", "name": "JobName"}
+        names = {
+            "reason": "Reason", "nodelist": "NodeList", "name": "JobName", "workdir": "WorkDir"
+        }  # fmt: skip
         record = self.job_record(row["jobid"])
         found = {ours: record[theirs] for ours, theirs in names.items() if theirs in record}
         return row | found
@@ -196,6 +215,17 @@ class SlurmClient:
 
     def requeue(self, job_id: str) -> None:
         self.call("scontrol", "requeue", parse_job_id(job_id).base)
+
+
+def _names_of(folder: Path) -> frozenset[str]:
+    """As it was given, and as sbatch finds it: home directories are often links."""
+    return frozenset({str(folder), os.path.realpath(folder)})
+
+
+def _within(row: Mapping[str, str], folders: Collection[str]) -> bool:
+    """Whether a job was submitted from there, as far as squeue shows its directory."""
+    told = row.get("workdir", "")
+    return bool(told) and any(folder.startswith(told) for folder in folders)
 
 
 def _only_gone(done: Completed) -> bool:

@@ -10,7 +10,7 @@ empty answers, with HTTP status 200.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flexslurm.errors import SlurmError, SlurmUnavailable
@@ -167,6 +167,15 @@ def _preempt_in(
         return None
     promised = told + grace_s
     return min(promised, end if end is not None and end >= told else promised) - now
+
+
+def jobs_from(
+    answer: Mapping[str, Any], folders: Collection[str], now: float, grace_s: Mapping[str, float]
+) -> list[JobInfo]:
+    """All jobs submitted from a directory that are not over."""
+    records = [record for record in _list(answer.get("jobs")) if isinstance(record, Mapping)]
+    infos = (job_of(record, now, grace_s) for record in records)
+    return [info for info in infos if info.work_dir in folders and not info.state.over]
 
 
 def jobs_of(

@@ -76,6 +76,11 @@ class LocalSubmitter:
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
         return {job_id: self._state(job_id) for job_id in job_ids}
 
+    def survey(self, job_ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        every = sorted({path.parent.name for path in self._jobs.glob("local-*/job.json")})
+        ours = (self._state(job_id) for job_id in every)
+        return self.states(job_ids), tuple(i for i in ours if i.known and not i.state.over)
+
     def find(self, name: str) -> list[str]:
         found = [p.parent.name for p in self._jobs.glob("local-*/job.json") if _name(p) == name]
         return sorted(i for i in found if not self._state(i).state.over)

@@ -37,6 +37,10 @@ class Submitter(Protocol):
         """An answer for every id, in one call; raises SlurmUnavailable where nothing is known."""
         ...
 
+    def survey(self, job_ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        """As `states`, and all jobs of the service that are not over, whoever submitted them."""
+        ...
+
     def find(self, name: str) -> list[str]:
         """Ids of the service's jobs of this name that are not over; raises SlurmUnavailable."""
         ...
@@ -66,8 +70,13 @@ class SlurmSubmitter:
         return self._executor(spec).submit_command()
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
-        grace = {name: partition.grace for name, partition in self.site.partitions.items()}
-        return self.client.jobs(job_ids, grace)
+        return self.client.jobs(job_ids, self._grace())
+
+    def survey(self, job_ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        return self.client.survey(job_ids, self._folder, self._grace())
+
+    def _grace(self) -> dict[str, float]:
+        return {name: partition.grace for name, partition in self.site.partitions.items()}
 
     def find(self, name: str) -> list[str]:
         return self.client.named(name, self._folder)

@@ -1,0 +1,273 @@
+"""Keeps the pool: does what the pool keeper decides, one call to Slurm at a time; decides nothing.
+
+What is about to be submitted is written down before, and its job's id after. The poller looks in
+between: of two calls in a row one is always a look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.control.events import Cordon, Event, PilotGone
+from flexslurm.control.keeper import PoolKeeper
+from flexslurm.control.keeper_load import Load, LoadJudge, pool_lines, resize
+from flexslurm.control.keeper_values import (
+    Call,
+    Cancel,
+    Drain,
+    Forget,
+    Gone,
+    Look,
+    Present,
+    Submit,
+    Tell,
+)
+from flexslurm.control.members import AgentRecord, AgentState, Members
+from flexslurm.errors import FlexslurmError
+from flexslurm.head.ledger import Figures
+from flexslurm.head.pilot_specs import entries_of, keeper_settings, load_settings, pilot_spec
+from flexslurm.slurm.job_names import UNSENT
+from flexslurm.slurm.pilot import Submitter
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
+
+log = logging.getLogger(__name__)
+
+_LAUNCH_S = 30.0
+"""How long the launcher may take to write down the head's own job."""
+_CLOSE_S = 10.0
+_LOAD_EVERY_S = 1.0
+_SEE_EVERY_S = 0.2
+
+
+class Pool:
+    """The keeper's hands. `run_call` is the poller's, everything else the head's loop's."""
+
+    def __init__(
+        self,
+        service: Service,
+        site: Site,
+        directory: ServiceDir,
+        pilots: Pilots,
+        submitter: Submitter,
+        *,
+        tell: Callable[[Event], None],
+        record: Callable[[dict[str, Any]], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record` writes to the journal; `tell` takes events for the controller."""
+        self._service, self._site, self._directory = service, site, directory
+        self._cluster, self._submitter = pilots.cluster, submitter
+        self._tell, self._record, self._now = tell, record, now
+        self.keeper = PoolKeeper(
+            entries_of(service), keeper_settings(service, site), pilots.pilots, now(),
+            pilots.wanted,
+        )  # fmt: skip
+        self._judge = LoadJudge(load_settings(service))
+        self._began, self._settled, self._closed = now(), False, False
+        self._written = (pilots.pilots, pilots.wanted)
+        self._out: asyncio.Future[Any] | None = None
+        self._submitting = ""
+        self._load_at = self._seen_at = float("-inf")
+
+    # ------------------------------------------------------------------ for the poller
+
+    @property
+    def pilots(self) -> tuple[Pilot, ...]:
+        return self.keeper.pilots()
+
+    def look(self, job_ids: list[str]) -> Look:
+        """Ask Slurm about all jobs, in one call; blocks. Raises SlurmUnavailable."""
+        infos, ours = self._submitter.survey(job_ids)
+        return Look(infos, ours)
+
+    def looked(self, look: Look) -> None:
+        self.keeper.looked(self._now(), look)
+        self._say()
+        self._write()
+
+    def next_call(self) -> Call | None:
+        if self._closed or not self._is_settled():
+            return None
+        return self.keeper.next_call(self._now())
+
+    def _is_settled(self) -> bool:
+        """Whether the launcher has written its last: from here on the list is ours."""
+        if not self._settled:
+            pilots = self._directory.pilots()
+            launching = pilots is not None and pilots.head_job == UNSENT
+            self._settled = not launching or self._now() - self._began > _LAUNCH_S
+        return self._settled
+
+    async def run_call(self, call: Call) -> None:
+        """Do one call, and tell the keeper what came of it."""
+        self._say()
+        match call:
+            case Submit(pilot):
+                await self._submit(pilot)
+            case Cancel(jobs):
+                await self._cancel(jobs)
+        self._say()
+        self._write()
+
+    async def _submit(self, pilot: Pilot) -> None:
+        if not self._write():
+            self.keeper.refused(self._now(), pilot.fragment, "it cannot be written down")
+            return
+        service, site, directory = self._service, self._site, self._directory
+        spec = pilot_spec(pilot, service, site, directory, self._cluster)
+        self._submitting = pilot.fragment
+        try:
+            job = await self._in_thread(self._submitter.submit, spec)
+        except FlexslurmError as error:
+            self._submitting = ""
+            if error.transient:
+                self.keeper.unanswered(self._now(), pilot.fragment)
+            else:
+                self.keeper.refused(self._now(), pilot.fragment, error.message)
+            return
+        self._submitted(job)
+
+    def _submitted(self, job: str) -> None:
+        self.keeper.submitted(self._now(), self._submitting, job)
+        log.info("%s is job %s", self._submitting, job)
+        self._submitting = ""
+
+    async def _cancel(self, jobs: tuple[str, ...]) -> None:
+        try:
+            await self._in_thread(self._submitter.cancel, jobs)
+        except FlexslurmError as error:
+            log.warning("cannot cancel %s now: %s", ", ".join(jobs), error.message)
+            self.keeper.no_answer(self._now())
+        else:
+            self.keeper.cancelled(jobs)
+
+    async def _in_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """A call that goes on to its end when the head's task is cancelled meanwhile."""
+        self._out = asyncio.ensure_future(asyncio.to_thread(act, *arguments))
+        return await asyncio.shield(self._out)
+
+    def hold(self) -> None:
+        """No more calls from here on."""
+        self._closed = True
+
+    async def close(self) -> None:
+        """No more calls; wait for the one that is out, so that its job is known to `stop`."""
+        self._closed = True
+        if self._out is None:
+            return
+        await asyncio.wait({self._out}, timeout=_CLOSE_S)
+        if self._out.done() and self._submitting and self._out.exception() is None:
+            self._submitted(self._out.result())
+            self._write()
+
+    # ------------------------------------------------------------------ for the head's loop
+
+    def tick(self, members: Members, load: Callable[[], Load], serving: Iterable[str]) -> None:
+        """Take in who is here and how busy the service is; call it a few times a second."""
+        now = self._now()
+        if now < self._seen_at + _SEE_EVERY_S:
+            return
+        self._seen_at = now
+        self.keeper.present(now, _present(members, self.keeper.kept, set(serving)))
+        for fragment, kept in self.keeper.kept.items():
+            if fragment in members.draining:
+                self.keeper.drained_by_hand(fragment)
+            elif kept.drained:
+                self.keeper.taken_back(fragment)
+        if now >= self._load_at + _LOAD_EVERY_S:
+            self._load_at = now
+            step, why = self._judge.take(now, load())
+            if step and not self._service.keeping.backfill:
+                resize(self.keeper, step, why)
+        for fragment in [f for f in members.cordoned if f in self._forgotten(members)]:
+            self._tell(Cordon(fragment, cordon=False))
+        self._say()
+
+    def lines(self) -> tuple[str, ...]:
+        """How the pool is, for people."""
+        return pool_lines(self.keeper, self._now())
+
+    def _forgotten(self, members: Members) -> set[str]:
+        """Cordoned names that no pilot and no agent bears: the next one is another."""
+        here = {agent.hello.fragment for agent in members.agents.values()}
+        return members.cordoned - here - self.keeper.kept.keys()
+
+    def _say(self) -> None:
+        for word in self.keeper.words():
+            match word:
+                case Tell(text, warning, record):
+                    log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+                    if record is not None:
+                        self._record(dict(record))
+                case Drain(fragment, _):
+                    self._tell(Cordon(fragment, cordon=True, drain=True))
+                case Gone(fragment, why):
+                    self._tell(PilotGone(fragment, why))
+                case Forget():
+                    pass  # its cordon ends with its last agent, in `tick`
+
+    def _write(self) -> bool:
+        """Write down what there is, where it is another than before; whether it is on disk."""
+        state = (self.keeper.pilots(), tuple(self.keeper.wanted))
+        if state == self._written or not self._is_settled():
+            return state == self._written
+        try:
+            before = self._directory.pilots()
+            if before is None:
+                return False  # `stop` has taken it away
+            made = msgspec.structs.replace(before, pilots=state[0], wanted=state[1])
+            self._directory.write_pilots(made)
+        except (OSError, FlexslurmError) as error:
+            log.warning("the list of pilots cannot be written: %s", error)
+            return False
+        self._written = state
+        return True
+
+
+def open_pool(
+    service: Service,
+    site: Site,
+    directory: ServiceDir,
+    pilots: Pilots,
+    submitter: Submitter,
+    *,
+    tell: Callable[[Event], None],
+    record: Callable[[dict[str, Any]], None],
+) -> Pool | None:
+    """The pool of a service; None where nobody keeps it: an allocation is what it is."""
+    if pilots.cluster == "allocation" or not service.keeping.enabled:
+        return None
+    return Pool(service, site, directory, pilots, submitter, tell=tell, record=record)
+
+
+def load_of(figures: Figures, max_batch: int) -> Load:
+    """The ledger's figures as the load."""
+    totals = figures.replicas
+    return Load(
+        running=totals.running,
+        waiting=max(figures.live - totals.running, 0),
+        seats=totals.replicas * max_batch,
+        kv_used=totals.kv_used,
+    )
+
+
+def _present(members: Members, kept: Mapping[str, Any], serving: set[str]) -> dict[str, Present]:
+    """Fragments of which there are agents; ready when each of its nodes has one that may serve."""
+    by_fragment: dict[str, list[AgentRecord]] = {}
+    for agent in members.agents.values():
+        by_fragment.setdefault(agent.hello.fragment, []).append(agent)
+    found = {}
+    for fragment, agents in by_fragment.items():
+        if fragment in kept:
+            whole = len(agents) >= kept[fragment].pilot.nodes
+            ready = whole and all(agent.state is AgentState.READY for agent in agents)
+            found[fragment] = Present(ready, any(agent.id in serving for agent in agents))
+    return found

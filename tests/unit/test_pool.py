@@ -1,0 +1,293 @@
+"""The pool's shell: writes before it submits, finds what it wrote, and leaves Slurm in peace."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm_queue import FakeQueue
+from virtual_time import inline, run_virtual
+
+from flexslurm.config.schema import parse_section
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.control.keeper_load import Load
+from flexslurm.control.members import Members
+from flexslurm.errors import SlurmError, SlurmUnavailable
+from flexslurm.head.poller import JobPoller
+from flexslurm.head.pool import Pool, open_pool
+from flexslurm.slurm.jobs import JobInfo
+from flexslurm.slurm.script import PilotSpec
+from flexslurm.slurm.states import JobState
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
+
+IDLE = Load(0, 0, 16, 0.5)
+
+
+class FakeSubmitter:
+    """A queue, with the times of all calls; pilots start at the next look."""
+
+    def __init__(self, queue: FakeQueue, clock: Callable[[], float]) -> None:
+        self.queue, self.clock = queue, clock
+        self.calls: list[tuple[float, str]] = []
+        self.on_submit: Callable[[], None] = lambda: None
+        self.silent = False
+
+    def _call(self, what: str) -> None:
+        self.queue.now = self.clock()
+        self.calls.append((self.queue.now, what))
+        if self.silent:
+            raise SlurmUnavailable("Slurm does not answer: Socket timed out")
+
+    def submit(self, spec: PilotSpec) -> str:
+        self._call("sbatch")
+        self.on_submit()
+        fragment = spec.name.partition(".")[2]
+        return self.queue.submit(
+            Pilot(fragment, "", spec.partition, spec.gpu_type, spec.gpus, spec.nodes)
+        )
+
+    def survey(self, ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        self._call("squeue")
+        for job in self.queue.alive():
+            if job.info.state is JobState.PENDING:
+                self.queue.start(job.info.id)
+        return self.queue.survey(list(ids))
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        self._call("scancel")
+        for job in ids:
+            self.queue.end(job, JobState.CANCELLED)
+
+
+class Bench:
+    """A pool on a fake Slurm, by a virtual clock."""
+
+    def __init__(self, home: Path, count: int, pilots: Pilots | None = None) -> None:
+        text = f"""
+name: chat
+model: {{path: /m}}
+pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]
+"""
+        self.service = parse_section(Service, text, "f")
+        site = "name: s\ngpu_types: {a100: {}}\npartitions: {p: {}}\nslurm: {poll_interval: 5s}\n"
+        self.site = parse_section(Site, site, "f")
+        self.directory = ServiceDir(home / "svc")
+        self.directory.create()
+        self.now = 0.0
+        self.submitter = FakeSubmitter(FakeQueue(), lambda: self.now)
+        self.records: list[dict[str, Any]] = []
+        self.directory.write_pilots(pilots or Pilots("slurm"))
+
+    def filled(self) -> Bench:
+        """As a launch leaves it: all pilots submitted."""
+        made = []
+        for number in range(self.service.pool[0].count):
+            pilot = Pilot(f"a100-{number + 1}", "", "p", "a100", 1, 1)
+            job = self.submitter.queue.submit(pilot)
+            made.append(Pilot(pilot.fragment, job, "p", "a100", 1, 1))
+        self.directory.write_pilots(Pilots("slurm", tuple(made), "999999"))
+        return self
+
+    def pool(self) -> Pool:
+        pilots = self.directory.pilots()
+        assert pilots is not None
+        return Pool(
+            self.service, self.site, self.directory, pilots, self.submitter,  # type: ignore[arg-type]
+            tell=lambda event: None, record=self.records.append, now=lambda: self.now,
+        )  # fmt: skip
+
+    def run(self, seconds: float, *events: tuple[float, Callable[[], None]]) -> Pool:
+        """A poller and its pool for this long; what is to happen at which second."""
+
+        async def main(loop: asyncio.AbstractEventLoop) -> Pool:
+            start = self.now
+            pool = self.pool()
+            poller = JobPoller(
+                self.submitter, lambda: pool.pilots, lambda event: None,  # type: ignore[arg-type]
+                self.site.slurm.poll_interval, pool,
+            )  # fmt: skip
+            task = asyncio.create_task(poller.run())
+            due = sorted(events, key=lambda event: event[0])
+            while loop.time() < seconds:
+                self.now = start + loop.time()
+                while due and due[0][0] <= loop.time():
+                    due.pop(0)[1]()
+                pool.tick(Members(), lambda: IDLE, ())
+                assert not task.done(), task.exception()
+                await asyncio.sleep(1.0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return pool
+
+        return run_virtual(main)
+
+    def gaps(self) -> list[float]:
+        return [b - a for (a, _), (b, _) in itertools.pairwise(self.submitter.calls)]
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.to_thread", inline)
+
+
+# ------------------------------------------------------------------------- a thousand pilots
+
+
+def test_a_thousand_pilots_are_one_call_in_each_interval(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1000).filled()
+    bench.run(600)
+    calls = bench.submitter.calls
+    assert {what for _, what in calls} == {"squeue"}
+    assert 115 <= len(calls) <= 121
+    assert min(bench.gaps()) >= 4.0  # the clock is read once a second
+
+
+def test_when_a_thousand_are_cancelled_at_once_there_is_no_burst(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1000).filled()
+
+    def cancel_all() -> None:
+        for job in bench.submitter.queue.alive():
+            bench.submitter.queue.end(job.info.id, JobState.CANCELLED)
+
+    bench.run(1800, (300, cancel_all))
+    calls = [(at, what) for at, what in bench.submitter.calls if at >= 300]
+    assert min(bench.gaps()) >= 4.0
+    assert len(calls) <= 1500 / 5 + 1
+    submitted = [what for _, what in calls].count("sbatch")
+    assert submitted >= 0.45 * len(calls)  # every other call brings a pilot back
+    assert all((a, b) != ("sbatch", "sbatch") for (_, a), (_, b) in itertools.pairwise(calls))
+
+
+def test_a_slurm_that_does_not_answer_is_asked_ever_more_rarely(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1000).filled()
+
+    def silent(now: bool) -> Callable[[], None]:
+        return lambda: setattr(bench.submitter, "silent", now)
+
+    bench.run(1500, (100, silent(True)), (1100, silent(False)))
+    during = [at for at, _ in bench.submitter.calls if 100 < at < 1100]
+    assert len(during) <= 1000 / 20 + 5  # 40 s at most, half of it for jitter
+    after = [at for at, _ in bench.submitter.calls if at >= 1100]
+    assert after[0] <= 1145 and len(after) >= 70  # at its pace again
+
+
+# ----------------------------------------------------------------------------------- intents
+
+
+def test_what_is_submitted_is_written_down_before(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1)
+    seen: list[Pilots | None] = []
+    bench.submitter.on_submit = lambda: seen.append(bench.directory.pilots())
+    bench.run(30)
+    assert seen[0] is not None
+    assert [(p.fragment, p.job_id) for p in seen[0].pilots] == [("a100-1", "")]
+    after = bench.directory.pilots()
+    assert after is not None and [p.job_id for p in after.pilots] == ["1"]
+    assert after.wanted == (1,)
+
+
+def test_a_head_that_dies_in_a_submission_leaves_no_second_job(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 2)
+
+    def die() -> None:
+        bench.submitter.queue.submit(Pilot("a100-1", "", "p", "a100", 1, 1))
+        raise KeyboardInterrupt  # as if it were killed: nothing more is written
+
+    bench.submitter.on_submit = die
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        bench.run(30)
+    bench.submitter.on_submit = lambda: None
+    bench.run(300)
+    names = sorted(job.pilot.fragment for job in bench.submitter.queue.alive())
+    assert names == ["a100-1", "a100-2"]
+
+
+def test_nothing_is_submitted_that_cannot_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, 1)
+
+    def full(_: Pilots) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.directory, "write_pilots", full)
+    bench.run(100)
+    assert "sbatch" not in {what for _, what in bench.submitter.calls}
+    monkeypatch.undo()
+
+
+def test_the_launcher_ends_its_writing_first(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1, Pilots("slurm", (), ""))
+
+    def launched() -> None:
+        bench.directory.write_pilots(Pilots("slurm", (), "77"))
+
+    bench.run(60, (12, launched))
+    first = next(at for at, what in bench.submitter.calls if what == "sbatch")
+    assert first >= 12
+    after = bench.directory.pilots()
+    assert after is not None and after.head_job == "77" and len(after.pilots) == 1
+
+
+def test_a_refusal_is_journalled_in_words(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1)
+
+    def refuse() -> None:
+        raise SlurmError("sbatch: error: Batch job submission failed: Invalid qos specification")
+
+    bench.submitter.on_submit = refuse
+    pool = bench.run(100)
+    said = [record["why"] for record in bench.records if record["what"] == "refused"]
+    assert len(said) == 1 and "partitions.*.qos" in said[0]
+    assert "no more are submitted for now: the QOS is not valid" in pool.lines()[0]
+
+
+def test_a_head_that_stops_waits_for_the_call_that_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # real threads
+    bench = Bench(tmp_path, 1)
+    pool = bench.pool()
+
+    async def main() -> None:
+        release = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow() -> None:
+            loop.call_soon_threadsafe(release.set)
+            import time
+
+            time.sleep(0.3)
+
+        bench.submitter.on_submit = slow
+        call = pool.next_call()
+        assert call is not None
+        task = asyncio.create_task(pool.run_call(call))
+        await release.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        pool.hold()
+        await pool.close()
+        assert pool.next_call() is None
+
+    asyncio.run(main())
+    after = bench.directory.pilots()
+    assert after is not None and [p.job_id for p in after.pilots] == ["1"]
+
+
+def test_an_allocation_and_a_pool_that_nobody_keeps(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1)
+    off = bench.service.model_copy(
+        update={"keeping": bench.service.keeping.model_copy(update={"enabled": False})}
+    )
+    for service, cluster in ((bench.service, "allocation"), (off, "slurm")):
+        made = open_pool(
+            service, bench.site, bench.directory, Pilots(cluster), bench.submitter,  # type: ignore[arg-type]
+            tell=lambda event: None, record=bench.records.append,
+        )  # fmt: skip
+        assert made is None
