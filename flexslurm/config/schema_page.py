@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -106,6 +106,8 @@ def _type_words(annotation: Any) -> str:
     if quantity is not None or annotation in _PLAIN:
         return quantity.name if quantity is not None else _PLAIN[annotation]
     origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:  # by a check of the value: its words are in the description
+        return _type_words(parts[0])
     if origin is Literal:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (Union, UnionType):

@@ -159,13 +159,15 @@ def by_qos(config: Mapping[str, str]) -> bool:
     return config.get("PreemptType", "") == "preempt/qos"
 
 
-def window_of(info: PartitionInfo, facts: ClusterFacts) -> PreemptionWindow:
-    """A partition's window; with preemption by QOS the least that any preempted QOS gives."""
+def window_of(
+    info: PartitionInfo, facts: ClusterFacts, qos_name: str | None = None
+) -> PreemptionWindow:
+    """A partition's window; with preemption by QOS that QOS's, or the least that any gives."""
     window = slurm_window(info, facts.partitions, facts.config)
     if not by_qos(facts.config):
         return window
     preempted = {name for qos in facts.qos for name in qos.preempts}
-    below = [qos for qos in facts.qos if qos.name in preempted]
+    below = [q for q in facts.qos if q.name in preempted and qos_name in (None, q.name)]
     cluster_mode = facts.config.get("PreemptMode", "").upper()
     modes = {
         qos.preempt_mode if qos.preempt_mode not in ("", "CLUSTER") else cluster_mode
@@ -173,7 +175,7 @@ def window_of(info: PartitionInfo, facts: ClusterFacts) -> PreemptionWindow:
     } or {cluster_mode}
     return PreemptionWindow(
         partition=info.name,
-        preemptible=True,
+        preemptible=bool(below) or qos_name is None,
         grace_s=min((qos.grace_s for qos in below), default=0.0),
         kill_wait_s=window.kill_wait_s,
         exempt_s=min((qos.exempt_s for qos in below), default=window.exempt_s),

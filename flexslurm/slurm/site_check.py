@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexslurm.config.site import Partition, Site
@@ -10,7 +10,7 @@ from flexslurm.config.units import TIME
 from flexslurm.slurm.client import NodeInfo, PartitionInfo
 from flexslurm.slurm.discover import ClusterFacts, by_qos, window_of
 from flexslurm.slurm.gpu_request import gpu_request
-from flexslurm.slurm.window import disagreements, site_window
+from flexslurm.slurm.window import compare_windows, disagreements, site_window
 
 SHORT_WARNING_S = 15.0
 
@@ -65,8 +65,7 @@ def check_against(site: Site, facts: ClusterFacts) -> Findings:
     known = {info.name: info for info in facts.partitions}
     if by_qos(facts.config):
         found.notes.append("preemption is by QOS: which one a partition's 'qos' names counts")
-        missing = [name for name in site.partitions if name not in known]
-        found.problems += [f"partition '{name}': Slurm does not have it" for name in missing]
+        _check_qos(site, known, facts, found)
     else:
         found.problems += disagreements(site, facts.partitions, facts.config)
     head = site.head.partition
@@ -77,6 +76,24 @@ def check_against(site: Site, facts: ClusterFacts) -> Findings:
             _check_partition(site, name, partition, known[name], facts.nodes, found)
     _check_users_signal(facts, found)
     return found
+
+
+def _check_qos(
+    site: Site, known: Mapping[str, PartitionInfo], facts: ClusterFacts, found: Findings
+) -> None:
+    """What each partition's QOS promises; nothing is compared where none is named."""
+    there = {qos.name for qos in facts.qos}
+    for name, partition in site.partitions.items():
+        if name not in known:
+            found.problems.append(f"partition '{name}': Slurm does not have it")
+        elif partition.qos is not None and there and partition.qos not in there:
+            has = ", ".join(sorted(there))
+            found.problems.append(
+                f"partition '{name}': Slurm has no QOS '{partition.qos}' (it has {has})"
+            )
+        elif partition.qos is not None and there:
+            theirs = window_of(known[name], facts, partition.qos)
+            found.problems += compare_windows(site_window(name, site), theirs)
 
 
 def _check_partition(

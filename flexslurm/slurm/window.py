@@ -116,13 +116,14 @@ def disagreements(
             lines.append(f"partition '{name}': Slurm does not have it (it has {', '.join(known)})")
             continue
         ours, theirs = site_window(name, site), slurm_window(known[name], partitions, config)
-        lines += _compare(ours, theirs)
+        lines += compare_windows(ours, theirs)
         if not known[name].up:
             lines.append(f"partition '{name}': it is not up")
     return lines
 
 
-def _compare(ours: PreemptionWindow, theirs: PreemptionWindow) -> list[str]:
+def compare_windows(ours: PreemptionWindow, theirs: PreemptionWindow) -> list[str]:
+    """Where the first promises more than the second, a line each."""
     name, lines = ours.partition, []
     if theirs.preemptible and not ours.preemptible:
         lines.append(
