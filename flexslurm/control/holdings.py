@@ -31,7 +31,14 @@ class Holdings:
         """An install goes out."""
         self._told.setdefault(Held(worker, epoch), None)
 
-    def close(self, now: float, epoch: int, workers: Collection[str] | None = None) -> list[Send]:
+    def close(
+        self,
+        now: float,
+        epoch: int,
+        workers: Collection[str] | None = None,
+        *,
+        keep_weights: bool = False,
+    ) -> list[Send]:
         """Tell these workers (default: all that hold it) to close an epoch; each once."""
         told = [
             held
@@ -40,7 +47,8 @@ class Holdings:
         ]
         for held in told:
             self._told[held] = now
-        return [Send(held.worker, Retire(epoch=epoch)) for held in told]
+        order = Retire(epoch=epoch, keep_weights=keep_weights)
+        return [Send(held.worker, order) for held in told]
 
     def closed(self, worker: str, epoch: int) -> None:
         self._told.pop(Held(worker, epoch), None)

@@ -131,6 +131,11 @@ class ShiftOrder:
     """KV waits in files from before: it is pulled in the cut-over, whatever the mode."""
     evicted: tuple[str, ...] = ()
     """Sequences that the new gear has no room for: they wait and are recomputed."""
+    turn_layers: int = 0
+    """Weights of what is closed stay until the new gear has them, so many layers at a time.
+
+    0: they do not.
+    """
     transfer_s: float = 0.0
     """Expected, as is `pause_s`."""
     pause_s: float = 0.0

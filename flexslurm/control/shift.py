@@ -50,7 +50,7 @@ from flexslurm.control.members import GpuAt, Members, WorkerState
 from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import plan_request
 from flexslurm.gear import Gear, Slot, replica_slots
-from flexslurm.messages import Install, Pacing, StartWorkers
+from flexslurm.messages import Install, Pacing, Retire, StartWorkers
 
 
 @dataclass(slots=True)
@@ -82,6 +82,8 @@ class Shift:
     plan_asked: bool = False
     order: ShiftOrder | None = None
     installed: set[str] = field(default_factory=set)
+    lingering: set[tuple[str, int]] = field(default_factory=set)
+    """Workers with weights of epochs that are closed, which others may take."""
     parked: bool = False
     transferred: bool = False
     cut_over: bool = False
@@ -165,7 +167,7 @@ class Shift:
                 members.agents[agent].absolve()
         if self.phase is Phase.ABORT:
             actions += [DropShift(self.epoch, self.failure), ForgetEpoch(self.epoch)]
-            actions += holdings.close(now, self.epoch)
+            actions += [*holdings.close(now, self.epoch), *self._let_go()]
         return actions
 
     def _go_on(
@@ -190,7 +192,8 @@ class Shift:
         return frozenset(worker for one in self.target.values() for worker in one.workers)
 
     def _leftovers(self, holdings: Holdings) -> bool:
-        return bool(holdings.closing(self._new_workers))
+        # What others are to take from must be closed too: until then it gives nothing.
+        return bool(holdings.closing({*self._new_workers, *(w for w, _ in self.lingering)}))
 
     # PREPARE
 
@@ -257,8 +260,16 @@ class Shift:
         for key in going:
             one = old.find(key)
             assert one is not None, f"{key} serves and is not in place"
-            actions += holdings.close(now, key.epoch, one.workers)
+            keep = self.order is not None and self.order.turn_layers > 0
+            actions += holdings.close(now, key.epoch, one.workers, keep_weights=keep)
+            self.lingering |= {(worker, key.epoch) for worker in one.workers if keep}
         self.old = old.without(going)
+
+    def _let_go(self) -> list[Action]:
+        """Weights that were kept of what is closed are not needed any more."""
+        told = [Send(worker, Retire(epoch=epoch)) for worker, epoch in sorted(self.lingering)]
+        self.lingering.clear()
+        return list(told)
 
     # INSTALL
 
@@ -291,13 +302,17 @@ class Shift:
             timeout_s=self.settings.install_timeout_s,
             pacing=self.pacing.get(slot),
             holders=order.holders,
+            hand_over=len(self._new_workers) if self.lingering else 0,
+            turn_layers=max(order.turn_layers, 1),
             rate_bytes_per_s=order.rate_bytes_per_s,
+            probe=self.settings.probe,
         )
 
     # TRANSFER and CUTOVER
 
     def _move(self, now: float, members: Members, actions: list[Action]) -> None:
         assert self.order is not None
+        actions += self._let_go()
         parked = self.order.mode is Mode.PARK and self.parked
         if self.order.mode is Mode.BESIDE and self.replaced:
             self.enter(

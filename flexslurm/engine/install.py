@@ -12,10 +12,11 @@ from flexslurm.engine.epoch_groups import EpochGroups
 from flexslurm.engine.families import ModelInfo, check_model
 from flexslurm.engine.faults import Point
 from flexslurm.engine.groups import Network
+from flexslurm.engine.hand_over import LayersInTurn
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.pipeline import StageRunner
 from flexslurm.engine.rendezvous import HeadStore, Rendezvous
-from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.stage import HandOver, Stage, StagePlan, build_stage
 from flexslurm.engine.tenants import Tenant
 from flexslurm.engine.transfers import Transfers
 from flexslurm.engine.weight_pull import PeerFiller, Peers
@@ -90,16 +91,33 @@ class Installer:
             filler = PeerFiller(
                 files, arena, self._peers(info), self._host.transfers.fetcher, self._cancel
             )
-            stage = build_stage(plan, arena, group, progress=self.progress, filler=filler)
+            stage = build_stage(
+                plan, arena, group, progress=self.progress, filler=filler,
+                hand_over=self._hand_over(info, arena),
+            )  # fmt: skip
         layers = shape.lo, shape.hi
         self._host.transfers.open(Tenant(install.epoch, arena, stage.store, layers, stage.heads))
         return stage
+
+    def _hand_over(self, info: ModelInfo, arena: Arena) -> HandOver | None:
+        install = self._install
+        if not install.hand_over:
+            return None
+
+        def meet(name: str) -> None:
+            self._host.rendezvous.meet(install.epoch, name, install.hand_over, self._left_s())
+
+        kept = self._host.transfers.kept
+        return LayersInTurn(self._shards(info), arena, kept, install.turn_layers, meet)
+
+    def _shards(self, info: ModelInfo) -> ShardMap:
+        return ShardMap(info, self._install.dtype, self._install.block_tokens)
 
     def _peers(self, info: ModelInfo) -> Peers:
         install = self._install
         stage, rank = install.slot.stage, install.slot.tp_rank
         return Peers(
-            shards=ShardMap(info, install.dtype, install.block_tokens),
+            shards=self._shards(info),
             need=Holding.of_slot(install.replica, stage, rank),
             worker=self._host.worker,
             node=self._node(),

@@ -94,7 +94,9 @@ class KvPuller:
         failed = sorted({*found.missing, *left})
         lost = tuple(own[number] for number in failed if own[number] in current)
         why = found.reason or ("the source does not have them" if lost else "")
-        self._pulled(order, began, found.moved_bytes, lost, why if lost else "", cancel)
+        here = order.directory is None and order.source.worker == self._worker
+        moved = 0 if here else found.moved_bytes
+        self._pulled(order, began, moved, lost, why if lost else "", cancel)
 
     def _filled(self, tenant: Tenant, order: PullKv, sink: PageSink, cancel: Cancel) -> Fetched:
         source, blocks = order.source, tuple(block for block, _ in order.pairs)

@@ -19,6 +19,7 @@ from flexslurm.engine.kv_moves import meetings
 from flexslurm.engine.ownership import Holding, Piece, ReplicaAt, ShardMap
 from flexslurm.engine.reshard import Link
 from flexslurm.engine.routing import LiveKv
+from flexslurm.engine.turns import turns_of
 from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 
@@ -74,6 +75,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     why: str
     parked_bytes: int
     """What STOP copies to host memory, all GPUs together."""
+    turn_layers: int = 0
+    """With STOP: so many layers at a time can be handed over between the gears; 0: none can."""
 
     @property
     def weights_fit(self) -> bool:
@@ -132,7 +135,23 @@ def memory_plan(
     blocks = sum(one.blocks for one in moving if one.seq_id in routes)
     whole = Holding(0, shards.info.num_layers, 1, 0)
     parked = blocks * shards.block_bytes(whole)
-    return _judge(found, parked)
+    judged = _judge(found, parked)
+    if judged.verdict is Verdict.BESIDE:
+        return judged
+    return msgspec.structs.replace(judged, turn_layers=_turn_layers(shards, gpus, arenas))
+
+
+def _turn_layers(shards: ShardMap, gpus: Mapping[str, _Gpu], arenas: Mapping[str, int]) -> int:
+    """The most layers at a time that fit on every GPU; 0 where not even one by one does."""
+    # GPUs of a replica that stays have no slot of another, and are no part of it.
+    concerned = {worker: gpu for worker, gpu in gpus.items() if not gpu.kept}
+    for layers in (shards.info.num_layers, 1):
+        if all(
+            hand_over_peak(shards, gpu.held, gpu.need, layers) <= arenas.get(worker, 0)
+            for worker, gpu in concerned.items()
+        ):
+            return layers
+    return 0
 
 
 def _count_pages(
@@ -187,6 +206,37 @@ class _Blocks:
     def most(self, replica: int, bound: int) -> int:
         """No replica grows past its own bound."""
         return max(min(self._grown[replica], bound), self._now[replica])
+
+
+def hand_over_peak(
+    shards: ShardMap, held: Sequence[Holding], need: Sequence[Holding], turn_layers: int
+) -> int:
+    """The most bytes of weights that one GPU has while layers are handed over in turns.
+
+    In each turn the new weights of its layers are taken, and then the old ones go, save for what
+    the new ones are views of. Without pages: these are parked.
+    """
+    turns = turns_of(shards.info.num_layers, turn_layers)
+    whole = Holding(0, shards.info.num_layers, 1, 0)
+    old, fresh, viewed = [0] * len(turns), [0] * len(turns), [0] * len(turns)
+    for number, (layers, edges) in enumerate(turns):
+        names = {p.tensor for n in layers for p in shards.layer_pieces(n, whole)}
+        if edges:
+            names |= {piece.tensor for piece in shards.edge_pieces(whole)}
+        have = [p for one in held for p in shards.pieces(one) if p.tensor in names]
+        old[number] = sum(aligned(piece.nbytes) for piece in have)
+        for piece in (p for one in need for p in shards.pieces(one) if p.tensor in names):
+            near = next((p for p in have if p.holds(piece)), None)
+            if near is None:
+                fresh[number] += aligned(piece.nbytes)
+            else:
+                viewed[number] += _span(piece, near)
+    taken = 0
+    most = 0
+    for number in range(len(turns)):
+        most = max(most, taken + fresh[number] + sum(old[number:]))
+        taken += fresh[number] + viewed[number]
+    return max(most, taken)
 
 
 def _gpu_bytes(shards: ShardMap, worker: str, arena: int, gpu: _Gpu) -> GpuBytes:

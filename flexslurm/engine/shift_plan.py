@@ -142,6 +142,13 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
             return 0.0
         return BESIDE_SHARE * self.transfer_s / whole
 
+    def _handing_over(self) -> str:
+        turn = self.memory.turn_layers
+        if not turn:
+            return "not even layer by layer do both fit: weights are read from the files"
+        layers = "all layers at once" if turn > 1 else "layer by layer"
+        return f"weights are handed over from the old gear, {layers}, and not read from the files"
+
     def lines(self) -> tuple[str, ...]:
         """The plan in words, for people."""
         kept = ", ".join(f"{old} → {new}" for new, old in sorted(self.kept.items()))
@@ -152,11 +159,16 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         found.append(f"memory: {self.memory.why}")
         if self.memory.verdict is Verdict.STOP:
             found.append(f"serving stops; {size(self.memory.parked_bytes)} of KV are parked")
+            found.append(self._handing_over())
         moving, lost = len(self.routes.to), len(self.recomputed)
         found.append(
             f"sequences: {len(self.staying)} stay, {moving} move, {lost} are recomputed, "
             f"{len(self.routes.evicted)} are evicted, {len(self.routes.unfit)} are too long"
         )
+        if self.routes.evicted:
+            found.append(f"they wait for room, the newest first: {_named(self.routes.evicted)}")
+        if self.routes.unfit:
+            found.append(f"they wait for a larger gear: {_named(self.routes.unfit)}")
         if self.scheduled:
             words = ", ".join(f"{one.seq_id} ({one.blocks})" for one in self.scheduled[:8])
             more = ", …" if len(self.scheduled) > 8 else ""
@@ -172,6 +184,10 @@ _WORDS = {
     Link.NETWORK: "over the network",
     Link.CHECKPOINT: "from the checkpoint",
 }
+
+
+def _named(sequences: Sequence[str]) -> str:
+    return ", ".join(sequences[:8]) + (", …" if len(sequences) > 8 else "")
 
 
 def size(nbytes: float) -> str:
@@ -197,8 +213,9 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
         shards, facts.old, facts.new, facts.kept, (*staying, *moving), routes.to, facts.arenas
     )
     stop = memory.verdict is Verdict.STOP
-    # What is retired before the install gives nothing.
-    givers = [one for i, one in enumerate(facts.old) if i in stay] if stop else facts.old
+    # What is retired before the install gives nothing, unless its weights can stay meanwhile.
+    gone = stop and not memory.turn_layers
+    givers = [one for i, one in enumerate(facts.old) if i in stay] if gone else facts.old
     holders = holders_of(givers, facts.spares, facts.gone)
     slots = tuple(_slot_moves(shards, facts, holders))
     weights = _weight_traffic(slots, holders)

@@ -7,12 +7,13 @@ into the arena. Building may run in a background thread while another epoch's st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +32,21 @@ from flexslurm.engine.weight_store import WeightStore, WeightView
 from flexslurm.engine.weights import FileSource, Filled, Need, Progress, WeightFiller
 from flexslurm.errors import CapacityError, ModelError
 from flexslurm.planner.model_spec import aligned
+
+_PATIENCE_S = 5.0
+_LOOK_AGAIN_S = 0.01
+
+
+class HandOver(Protocol):
+    """Weights of an epoch that is closed are given up as those of the new one are taken."""
+
+    def turns(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """What is filled one after another; as many turns on every worker."""
+        ...
+
+    def taken(self, turn: int) -> None:
+        """This turn's are filled here. Returns when they are everywhere."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +93,13 @@ class Stage:
         """Of the weights, what was on this GPU already."""
         self.filled = filled
         """Where the other weights came from."""
-        self._arena = arena
+        self.arena = arena
         self._engine = engine
 
     @property
     def used_bytes(self) -> int:
         """What its weights and live pages take of the arena now, shared ones too."""
-        return self._arena.weights.used_by(self.plan.epoch) + self.store.live_bytes
+        return self.arena.weights.used_by(self.plan.epoch) + self.store.live_bytes
 
     def empty_hidden(self, tokens: int) -> torch.Tensor:
         """`[tokens, hidden_size]` to receive the stage before's output in."""
@@ -100,7 +116,7 @@ class Stage:
         batch reads blocks that hold nothing.
         """
         self.store.prepare(batch.opened_blocks, batch.continued_blocks, batch.read_blocks)
-        with self._arena.gate, torch.inference_mode():
+        with self.arena.gate, torch.inference_mode():
             step = AttentionStep(self.store, batch)
             found: torch.Tensor = self._engine(batch, hidden, step)
             return found.contiguous()
@@ -114,15 +130,18 @@ class Stage:
         """These blocks hold nothing any more."""
         self.store.free(blocks)
 
-    def close(self) -> int:
-        """Give back what no other epoch uses, and return how many bytes; idempotent."""
+    def close(self, *, keep_weights: bool = False) -> int:
+        """Give back what no other epoch uses, and return how many bytes; idempotent.
+
+        `keep_weights`: these stay until the arena's store is told that the epoch has them no more.
+        """
         self._engine = None
-        return _let_go(self._arena, self.plan.epoch, self.store)
+        return _let_go(self.arena, self.plan.epoch, self.store, keep_weights=keep_weights)
 
 
-def _let_go(arena: Arena, epoch: int, store: KvStore | None) -> int:
-    pages = 0 if store is None else store.close() * store.page_bytes
-    freed = pages + arena.weights.release(epoch)
+def _let_go(arena: Arena, epoch: int, store: KvStore | None, *, keep_weights: bool = False) -> int:
+    freed = 0 if store is None else store.close() * store.page_bytes
+    freed += 0 if keep_weights else arena.weights.release(epoch)
     if freed:
         arena.settle()
     return freed
@@ -135,11 +154,12 @@ def build_stage(
     *,
     progress: Progress | None = None,
     filler: WeightFiller | None = None,
+    hand_over: HandOver | None = None,
 ) -> Stage:
     """Build, fill and return the stage; whatever is raised, the arena is as it was.
 
     `group`: the process group of the stage's ranks, None with one rank. `filler`: where slices
-    that are not here come from, the model's files by default.
+    that are not here come from, the model's files by default. `hand_over`: fill layer by layer.
 
     Raises ModelError (the files are at fault) and CapacityError (the arena is too small), and
     passes on what `progress` raises.
@@ -147,9 +167,9 @@ def build_stage(
     info = check_model(plan.model)
     _check_plan(plan, info)
     if filler is not None:
-        return _build(plan, info, arena, group, filler, progress)
+        return _build(plan, info, arena, group, filler, progress, hand_over)
     with FileSource(info) as files:
-        return _build(plan, info, arena, group, files, progress)
+        return _build(plan, info, arena, group, files, progress, hand_over)
 
 
 def _check_plan(plan: StagePlan, info: ModelInfo) -> None:
@@ -171,7 +191,7 @@ def _check_plan(plan: StagePlan, info: ModelInfo) -> None:
 
 def _build(
     plan: StagePlan, info: ModelInfo, arena: Arena, group: Any, filler: WeightFiller,
-    progress: Progress | None,
+    progress: Progress | None, hand_over: HandOver | None,
 ) -> Stage:  # fmt: skip
     if progress is not None:
         progress("build", 0, 0)
@@ -189,11 +209,8 @@ def _build(
         _check_bound(
             plan, spec, arena, shape.pages * page_bytes(info, plan.dtype, plan.block_tokens)
         )
-        views = _claim_weights(plan, info, spec, arena)
         store = KvStore(shape, dtype, arena)
-        needs = [Need(p, spec.tp_rank, dtype, v) for p, v in views if v.fresh]
-        with _own_stream(arena.device):
-            filled = filler.fill(arena.weights, needs, progress)
+        views, filled = _fill(plan, info, spec, arena, filler, progress, hand_over)
         _put(model, spec, arena, views, dtype)
         fresh_rotary(model, arena.device)
         kept = sum(view.piece.nbytes for _, view in views if not view.fresh)
@@ -278,22 +295,50 @@ class _ModelParallelUnit:
         return self._size
 
 
+def _fill(
+    plan: StagePlan, info: ModelInfo, spec: ShardSpec, arena: Arena, filler: WeightFiller,
+    progress: Progress | None, hand_over: HandOver | None,
+) -> tuple[list[tuple[Part, WeightView]], Filled]:  # fmt: skip
+    """Take places in the arena and fill those that hold nothing yet, all at once or in turns."""
+    parts = [part for part in spec.parts if part.view_of is None]
+    turns = [parts] if hand_over is None else hand_over.turns(parts)
+    views: list[tuple[Part, WeightView]] = []
+    filled = Filled()
+    for number, turn in enumerate(turns):
+        claimed = _claim_weights(plan, info, spec, arena, turn, patient=hand_over is not None)
+        views += claimed
+        needs = [
+            Need(part, spec.tp_rank, torch_dtype(plan.dtype), view)
+            for part, view in claimed
+            if view.fresh
+        ]
+        with _own_stream(arena.device):
+            filled += filler.fill(arena.weights, needs, progress)
+        if hand_over is not None:
+            hand_over.taken(number)
+    return views, filled
+
+
 def _claim_weights(
-    plan: StagePlan, info: ModelInfo, spec: ShardSpec, arena: Arena
-) -> list[tuple[Part, WeightView]]:
-    """A place in the arena for every part that is not a view of another."""
+    plan: StagePlan, info: ModelInfo, spec: ShardSpec, arena: Arena, parts: Sequence[Part],
+    *, patient: bool,
+) -> list[tuple[Part, WeightView]]:  # fmt: skip
+    """A place in the arena for each of these parts; `patient`: what is in the way may yet go."""
     item = DTYPE_BYTES[plan.dtype]
     layers = f"layers [{plan.lo},{plan.hi})"
-    return [
-        (
-            part,
-            arena.weights.claim(
-                plan.epoch, part.piece(spec.tp_rank, info, item), f"{part.param} of {layers}"
-            ),
-        )
-        for part in spec.parts
-        if part.view_of is None
-    ]
+    deadline = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+    found = []
+    for part in parts:
+        piece, what = part.piece(spec.tp_rank, info, item), f"{part.param} of {layers}"
+        while True:
+            try:
+                found.append((part, arena.weights.claim(plan.epoch, piece, what)))
+                break
+            except CapacityError:  # others take from what lies in the way: it cannot be moved
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK_AGAIN_S)
+    return found
 
 
 def _put(

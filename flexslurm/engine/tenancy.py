@@ -69,6 +69,7 @@ class Tenancy:
         self._order = StepOrder(install.epoch, install.slot.replica)
         self._steps: queue.Queue[Order | None] = queue.Queue(_MAX_WAITING_STEPS)
         self._overflow = False
+        self._keep_weights = False
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._live, name=f"epoch-{install.epoch}", daemon=True
@@ -84,13 +85,15 @@ class Tenancy:
         except queue.Full:
             self._overflow = True
 
-    def retire(self, timeout_s: float) -> bool:
+    def retire(self, timeout_s: float, *, keep_weights: bool = False) -> bool:
         """End the epoch and wait for its thread; whether it ended in time. Idempotent.
 
+        `keep_weights`: others may take from them until `Transfers.let_go`.
         What waits is dropped and what runs is broken off, also in a collective with a peer that
         is dead or hangs.
         """
         faults.reach(Point.RETIRE)
+        self._keep_weights = keep_weights
         self._stop.set()
         self._host.transfers.cut(self.epoch)
         self._host.rendezvous.cancel(self.epoch, "it was retired")
@@ -243,7 +246,9 @@ class Tenancy:
             log.error("epoch %d: still moved after %g s", self.epoch, _CLOSE_S)
         stage, self._stage = self._stage, None
         if stage is not None:
-            stage.close()
+            stage.close(keep_weights=self._keep_weights)
+            if self._keep_weights:
+                self._host.transfers.keep_weights(self.epoch, stage.arena)
         del stage
         left = self._groups.close(_CLOSE_S)
         if left:

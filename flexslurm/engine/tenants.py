@@ -51,6 +51,8 @@ class Tenants:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tenants: dict[int, Tenant] = {}
+        self._kept: dict[int, Arena] = {}
+        """Epochs that are closed and whose weights stay for a while."""
         self._cancels: dict[int, Cancel] = {}
         self._busy: dict[int, int] = {}
         """Jobs that touch an epoch's memory."""
@@ -72,6 +74,28 @@ class Tenants:
         if found is None:
             raise StaleEpoch(f"epoch {epoch} is not here")
         return found
+
+    def keep(self, epoch: int, arena: Arena) -> None:
+        """Its weights can be had though it is closed, until `let_go`."""
+        with self._changed:
+            self._kept[epoch] = arena
+
+    def let_go(self, epoch: int) -> Arena | None:
+        """Its weights cannot be had any more; where they are, if they were kept."""
+        with self._changed:
+            return self._kept.pop(epoch, None)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Epochs that are closed and whose weights can be had."""
+        with self._changed:
+            return tuple(self._kept)
+
+    def weights_of(self, epoch: int) -> Arena:
+        """Where an epoch's weights are; raises StaleEpoch."""
+        with self._changed:
+            kept = self._kept.get(epoch)
+        return self.find(epoch).arena if kept is None else kept
 
     def cut(self, epoch: int) -> None:
         """Call back what is being fetched for an epoch; idempotent."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from flexslurm.engine import faults
+from flexslurm.engine.arena import Arena
 from flexslurm.engine.byte_runs import Source
 from flexslurm.engine.faults import Point
 from flexslurm.engine.kv_park import KvParker
@@ -80,6 +81,25 @@ class Transfers:
         sent = self._server is None or self._server.forget(epoch, timeout_s)
         return self._tenants.settle(epoch, max(end - time.monotonic(), 0.0)) and sent
 
+    def keep_weights(self, epoch: int, arena: Arena) -> None:
+        """After `close`: its weights may be taken until `let_go`."""
+        self._tenants.keep(epoch, arena)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Epochs of which weights are kept."""
+        return self._tenants.kept
+
+    def let_go(self, epoch: int, timeout_s: float) -> bool:
+        """Free weights that were kept of an epoch that is closed; whether there were any."""
+        arena = self._tenants.let_go(epoch)
+        if arena is None:
+            return False
+        if self._server is not None:
+            self._server.forget(epoch, timeout_s)
+        arena.weights.release(epoch)
+        return True
+
     def shutdown(self) -> None:
         """End the server and close what connections are kept; idempotent."""
         if self._server is not None:
@@ -114,7 +134,7 @@ class Transfers:
 
     def weights(self, ask: AskWeights) -> Source:
         """Raises StaleEpoch and ProtocolError."""
-        arena = self._tenants.find(ask.epoch).arena
+        arena = self._tenants.weights_of(ask.epoch)
         model = arena.weights.model_of(ask.epoch)
         if model is None:
             raise StaleEpoch(f"epoch {ask.epoch} is not here")

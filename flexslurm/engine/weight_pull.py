@@ -96,6 +96,9 @@ class PeerFiller:
     ) -> None:
         self._files, self._arena, self._peers = files, arena, peers
         self._fetcher, self._cancel = fetcher, cancel
+        self._gone = {holder.worker for holder in peers.holders if not holder.data_port}
+        """Not asked: they have no data server, or have failed."""
+        self._planned: dict[frozenset[str], tuple[WeightMove, ...]] = {}
         self._copied = self._moved = self._read = 0
 
     def check(self, spec: ShardSpec) -> None:
@@ -106,6 +109,7 @@ class PeerFiller:
     ) -> Filled:
         """Raises ModelError where files are at fault, and what `progress` raises."""
         faults.reach(Point.WEIGHTS)
+        self._copied = self._moved = self._read = 0
         tally = _Tally(sum(need.piece.nbytes for need in needs), progress)
         with ExitStack() as stack:
             todo = {
@@ -130,7 +134,7 @@ class PeerFiller:
     def _from_here(
         self, weights: WeightStore, todo: dict[tuple[str, int], _Open], tally: _Tally
     ) -> None:
-        for move in self._peers.moves() if todo else ():
+        for move in self._moves(frozenset()) if todo else ():
             one = todo.get((move.tensor, move.dim))
             if one is None or move.link not in _LOCAL:
                 continue
@@ -155,8 +159,7 @@ class PeerFiller:
     # -------------------------------------------------------------------- from other workers
 
     def _from_peers(self, todo: dict[tuple[str, int], _Open], tally: _Tally) -> None:
-        gone = {holder.worker for holder in self._peers.holders if not holder.data_port}
-        plan = self._asks(self._peers.moves(frozenset(gone)), todo)
+        plan = self._asks(self._moves(frozenset(self._gone)), todo) if todo else {}
         while plan and not self._cancel.is_set:
             results = self._fetch_all(plan, todo, tally)
             tally.tell()
@@ -170,8 +173,13 @@ class PeerFiller:
                     )  # fmt: skip
             if not failed:
                 return
-            gone |= {*failed, self._peers.worker}
-            plan = self._asks(self._peers.moves(frozenset(gone)), todo)
+            self._gone |= {*failed, self._peers.worker}
+            plan = self._asks(self._moves(frozenset(self._gone)), todo)
+
+    def _moves(self, gone: frozenset[str]) -> tuple[WeightMove, ...]:
+        if gone not in self._planned:
+            self._planned[gone] = self._peers.moves(gone)
+        return self._planned[gone]
 
     def _asks(
         self, moves: Sequence[WeightMove], todo: dict[tuple[str, int], _Open]

@@ -7,7 +7,7 @@ freed: whole segments, and parts of them. A view of a segment stays right when t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,17 @@ class WeightStore:
                 concerned[id(view.segment)] = view.segment
             self._trim(list(concerned.values()))
             return before - self._arena.weights_bytes
+
+    def release_part(self, owner: int, tensors: Collection[str]) -> None:
+        """The epoch has these tensors no more; others of it stay. Idempotent."""
+        with self._arena.lock:
+            views = self._views.get(owner, [])
+            gone = [view for view in views if view.piece.tensor in tensors]
+            concerned = {id(view.segment): view.segment for view in gone}
+            for view in gone:
+                views.remove(view)
+                view.segment.views.remove(view)
+            self._trim(list(concerned.values()))
 
     def _trim(self, concerned: Sequence[Segment]) -> None:
         """Free what no view uses of segments that nobody has pinned."""

@@ -63,6 +63,14 @@ class Filled:
     move_s: float = 0.0
     """How long what came from other workers and from files took."""
 
+    def __add__(self, other: Filled) -> Filled:
+        return Filled(
+            self.copied_bytes + other.copied_bytes,
+            self.moved_bytes + other.moved_bytes,
+            self.read_bytes + other.read_bytes,
+            self.move_s + other.move_s,
+        )
+
 
 class WeightFiller(Protocol):
     """Where the slices of a shard come from."""

@@ -65,6 +65,7 @@ _SWITCH_S = 0.0005
 _HELLO_EVERY_S = 0.5
 _WELCOME_WITHIN_S = 60.0
 _RETIRE_WITHIN_S = 20.0
+_LET_GO_WITHIN_S = 1.0
 _TIDY_CPU_BYTES, _TIDY_CUDA_BYTES = 2 << 20, 64 << 20
 """What moves in a millisecond or two, the time for which steps are held off."""
 _TIDY_PAUSE_S = 0.01
@@ -187,8 +188,8 @@ class Worker:
                 self._transfers.park(message)
             case UnparkKv():
                 self._transfers.unpark(message)
-            case Retire():
-                self._retire(message.epoch)
+            case Retire(epoch=epoch, keep_weights=keep):
+                self._retire(epoch, keep_weights=keep)
             case Refused(reason=reason):
                 log.error("the head refused this worker: %s", reason)
                 self._end(Exit.REFUSED)
@@ -230,20 +231,23 @@ class Worker:
         log.info("epoch %d: installing %s", install.epoch, install.slot)
         tenancy.start()
 
-    def _retire(self, epoch: int) -> None:
+    def _retire(self, epoch: int, *, keep_weights: bool) -> None:
         try:
             tenancy = self._tenancy(epoch)
         except StaleEpoch:
+            # At once, as what is pulled next may need the room; nobody takes from them now.
+            if self._transfers.let_go(epoch, _LET_GO_WITHIN_S):
+                threading.Thread(target=self._tidy, name="tidy", daemon=True).start()
             self._send(Retired(worker=self._incarnation, epoch=epoch))
             return
         # an abort of NCCL may take a while, and this thread must not
         threading.Thread(
-            target=self._bury, args=(tenancy,), name=f"retire-{epoch}", daemon=True
+            target=self._bury, args=(tenancy, keep_weights), name=f"retire-{epoch}", daemon=True
         ).start()
 
-    def _bury(self, tenancy: Tenancy) -> None:
+    def _bury(self, tenancy: Tenancy, keep_weights: bool) -> None:
         log.info("epoch %d: retiring (%s)", tenancy.epoch, tenancy.phase)
-        if tenancy.retire(_RETIRE_WITHIN_S):
+        if tenancy.retire(_RETIRE_WITHIN_S, keep_weights=keep_weights):
             self._send(Retired(worker=self._incarnation, epoch=tenancy.epoch))
             self._tidy()
         else:

@@ -83,6 +83,7 @@ def plan_moves(
         lines=(*plan.lines(), *lines),
         stored=bool(stored),
         evicted=plan.routes.evicted,
+        turn_layers=plan.memory.turn_layers if going else 0,
         transfer_s=plan.transfer_s,
         pause_s=plan.pause_s,
     )

@@ -126,12 +126,23 @@ class Install(Message, frozen=True, tag="head.install"):
     """Who may be asked for weights before the checkpoint is read."""
     rate_bytes_per_s: float = 0.0
     """Bound on what one source sends to this worker; 0: none."""
+    hand_over: int = 0
+    """So many workers meet after each turn, when kept weights of its layers are free; 0: none."""
+    turn_layers: int = 1
+    """Layers of a turn."""
+    probe: tuple[int, ...] = ()
+    """Tokens that are sent through all stages before the replica counts as installed; may be none.
+
+    More than one block and one micro-batch hold are left out.
+    """
 
 
 class Retire(Message, frozen=True, tag="head.retire"):
     """Close the epoch's groups and free its memory; steps of it that wait are dropped."""
 
     epoch: int
+    keep_weights: bool = False
+    """Its weights stay, for others to take, until it is retired once more."""
 
 
 class WorkerExit(Message, frozen=True, tag="head.worker_exit"):

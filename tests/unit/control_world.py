@@ -170,6 +170,8 @@ class World:
         self.log: list[Action] = []
         self.mode = Mode.RECOMPUTE
         """What the shell finds out when it plans a shift."""
+        self.turn_layers = 0
+        """The same: how weights are handed over where both gears do not fit."""
         self.mute: set[type[Action]] = set()
         """Actions that the shell never answers."""
         self.drivers: set[ReplicaKey] = set()
@@ -217,7 +219,8 @@ class World:
         match action:
             case PlanShift():
                 self.planned = action
-                answer = ShiftPlanned(action.epoch, ShiftOrder(self.mode))
+                order = ShiftOrder(self.mode, turn_layers=self.turn_layers)
+                answer = ShiftPlanned(action.epoch, order)
             case ParkAll(epoch):
                 self.paused |= self._going()
                 answer = Parked(epoch)
