@@ -154,5 +154,7 @@ class InstallSettings:
     park_timeout_s: float = 60.0
     transfer_timeout_s: float = 120.0
     cutover_timeout_s: float = 20.0
+    probe: tuple[int, ...] = ()
+    """Tokens that each new replica must compute before it counts as installed."""
     leave_reserve_s: float = 1.0
     """Kept for CUTOVER of the time that a leaving member has left."""
