@@ -34,6 +34,7 @@ from flexslurm.head.node_book import NodeBook
 from flexslurm.head.operator import Operator
 from flexslurm.head.plan_worker import Answer
 from flexslurm.head.poller import JobPoller
+from flexslurm.head.pool import Pool, load_of, open_pool
 from flexslurm.head.reporting import Reporter
 from flexslurm.head.request_notes import RequestNotes
 from flexslurm.head.settings import control_settings, submitter_for
@@ -65,6 +66,9 @@ P = ParamSpec("P")
 
 class Head:
     """One head, from its start to its end."""
+
+    poller: JobPoller | None = None
+    pool: Pool | None = None
 
     def __init__(self, directory: ServiceDir, files: HeadFiles) -> None:
         self.directory = directory
@@ -117,7 +121,6 @@ class Head:
         members = self.control.members
         self.api.metrics.watch_nodes(lambda: self.nodes.by_node(members.agents))
         self.socket: HeadSocket | None = None
-        self.poller: JobPoller | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._stop_reason = ""
         self._asked: list[str] = []
@@ -176,9 +179,12 @@ class Head:
         pilots = self.directory.pilots()
         if pilots is not None:
             submitter = submitter_for(pilots.cluster, self.site, self.directory, pilots.allocation)
-            self.poller = JobPoller(
-                submitter, self._pilots, self._tell, self.site.slurm.poll_interval
-            )
+            self.pool = open_pool(
+                self.service, self.site, self.directory, pilots, submitter,
+                tell=self._tell, record=self.effects.record,
+            )  # fmt: skip
+            interval_s = self.site.slurm.poll_interval
+            self.poller = JobPoller(submitter, self._pilots, self._tell, interval_s, self.pool)
             tasks.append(asyncio.create_task(self.poller.run(), name="poll"))
         return tasks
 
@@ -217,8 +223,18 @@ class Head:
             self._tell(Tick())
             self.ledger.tick(time.monotonic())
             self.effects.tick()
+            self._tick_pool()
             self.reporter.tick(stopping=bool(self._stop_reason))
             await asyncio.sleep(_TICK_S)
+
+    def _tick_pool(self) -> None:
+        if self.pool is not None:
+            current, max_batch = self.control.current, self.service.serving.max_batch
+            serving = current.agents if current is not None else ()
+            figures = self.ledger.figures
+            self.pool.tick(
+                self.control.members, lambda: load_of(figures(), max_batch), serving
+            )
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
         """Let running requests end for the drain time, then end everything in order."""
@@ -233,6 +249,8 @@ class Head:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.keeper.close()
+        if self.pool is not None:
+            await self.pool.close()
         await self.api.stop()
         if self.socket is not None:
             # pilots of a head that fails stay: another one that is launched takes them over
@@ -251,6 +269,8 @@ class Head:
         """Begin to stop; idempotent, and a later call may only shorten the drain."""
         self._drain_s = min(self._drain_s, drain_s) if self._stop_reason else drain_s
         self._stop_reason = self._stop_reason or reason
+        if self.pool is not None:
+            self.pool.hold()
         self._stopping.set()
 
     def _fail(self, error: Exception) -> None:
@@ -336,6 +356,8 @@ class Head:
         return {p.fragment for p in self._pilots()} | {a.hello.fragment for a in members}
 
     def _pilots(self) -> tuple[Pilot, ...]:
+        if self.pool is not None:
+            return self.pool.pilots
         pilots = self.directory.pilots()
         return pilots.pilots if pilots is not None else ()
 
