@@ -135,6 +135,7 @@ class HeadWorld(PlayedNodes):
             self.journal,  # type: ignore[arg-type]
             MovePlanner(lambda: shards, lambda types: LinkRates(), lambda gear: {}),
             tell=self._tell,
+            tell_now=lambda event: self.controller.take(event),
             now=lambda: self.now,
         )
         self.effects.bind(self)  # type: ignore[arg-type]
