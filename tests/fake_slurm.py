@@ -16,6 +16,7 @@ class FakeSlurm:
     partitions: Mapping[str, str]
     config: Mapping[str, str] = field(default_factory=dict)
     qos: str = ""
+    triggers: str = ""
     suffix: str = ""
     version: str = "slurm 23.11.4"
 
@@ -34,6 +35,7 @@ class FakeSlurm:
         for name in {"sacctmgr", f"sacctmgr{self.suffix}"}:  # never the machine's own
             self._script(where, name, {"show qos": "qos"})
         self._script(where, own("squeue"), {"": "jobs"})
+        self._script(where, own("strigger"), {"--get": "triggers"})
         self._script(where, own("sbatch"), {})
         self._script(where, own("scancel"), {})
         self._script(where, own("srun"), {})
@@ -53,6 +55,7 @@ class FakeSlurm:
             "partitions": "\n".join(partitions) + "\n",
             "config": "".join(f"{key:24}= {value}\n" for key, value in config.items()),
             "qos": self.qos,
+            "triggers": self.triggers,
             "version": self.version + "\n",
             "ping": "Slurmctld(primary) at ctl is UP\n",
             "jobs": "",

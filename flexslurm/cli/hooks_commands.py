@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -90,6 +91,107 @@ def install(
     click.echo("then:")
     for line in hook.lines:
         click.echo(f"  {line.format(dir=directory)}")
+
+
+@hooks.command()
+@click.argument("name", required=False)
+@_SITE
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(name: str | None, site_file: Path | None, as_json: bool) -> None:
+    """Which hooks this cluster has, from Slurm's own configuration."""
+    from flexslurm.slurm.hook_files import HOOKS, hook_named
+
+    chosen = list(HOOKS.values()) if name is None else [hook_named(name)]
+    rows = {hook.name: _found(hook, _site(site_file)) for hook in chosen}
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max(map(len, rows))
+    for hook_name, (state, words) in rows.items():
+        click.echo(f"{hook_name:{width}}  {state:13}  {words}")
+
+
+@hooks.command()
+@click.argument("name")
+@click.option(
+    "--to",
+    "directory",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where its files are.",
+)
+@_SITE
+@click.option("--force", is_flag=True, help="Also where Slurm still names them, or does not say.")
+@click.option("--register", is_flag=True, help="strigger: clear the triggers as well.")
+def uninstall(
+    name: str, directory: Path, site_file: Path | None, force: bool, register: bool
+) -> None:
+    """Remove a hook's files, once Slurm no longer runs them."""
+    from flexslurm.errors import EnvironmentFault
+    from flexslurm.slurm.hook_files import hook_named
+    from flexslurm.slurm.hook_state import undo_lines
+
+    hook, directory, site = hook_named(name), directory.absolute(), _site(site_file)
+    if register and hook.name == "strigger":
+        _clear(directory, site)
+    state, words = _found(hook, site)
+    if state in ("installed", "unknown") and not force:
+        first = "; ".join(undo_lines(hook, directory))
+        raise EnvironmentFault(
+            f"{hook.name}: {words}: a file that Slurm misses drains its nodes",
+            hint=f"first {first}; or --force",
+        )
+    for path in _remove(hook, directory):
+        click.echo(f"removed {path}")
+    for line in undo_lines(hook, directory) if state != "not installed" else ():
+        click.echo(f"left to do: {line}")
+
+
+def _found(hook: Hook, site: Site | None) -> tuple[str, str]:
+    """installed, not installed, broken or unknown; and in words."""
+    from flexslurm.errors import FlexslurmError
+    from flexslurm.slurm.client import SlurmClient
+    from flexslurm.slurm.hook_state import named_files, parse_triggers
+
+    client = SlurmClient(None if site is None else site.slurm)
+    try:
+        config = client.config()
+        told = client.call("strigger", "--get").out if hook.name == "strigger" else ""
+    except FlexslurmError as error:
+        return "unknown", error.message
+    found = named_files(hook, config, parse_triggers(told))
+    broken = [f"{named.path}: {named.problem}" for named in found if named.problem]
+    if broken:
+        return "broken", "; ".join(broken)
+    if found:
+        return "installed", ", ".join(named.path for named in found)
+    return "not installed", f"flexslurm hooks install {hook.name} --to DIR"
+
+
+def _remove(hook: Hook, directory: Path) -> list[Path]:
+    """Remove our files. Raises EnvironmentFault for one that is not ours."""
+    from flexslurm.errors import EnvironmentFault
+
+    paths = [directory / installed for _, installed in hook.files]
+    there = [path for path in paths if path.exists()]
+    for path in there:
+        if "flexslurm" not in path.read_text(errors="replace"):
+            raise EnvironmentFault(f"{path} is not ours", hint="remove it by hand, if it is wanted")
+    for path in there:
+        path.unlink()
+    return there
+
+
+def _clear(directory: Path, site: Site | None) -> None:
+    from flexslurm.slurm.client import SlurmClient
+    from flexslurm.slurm.hook_state import parse_triggers
+
+    client = SlurmClient(None if site is None else site.slurm)
+    for trigger in parse_triggers(client.call("strigger", "--get").out):
+        if Path(trigger.program).parent == directory:
+            client.call("strigger", "--clear", f"--id={trigger.id}")
+            click.echo(f"cleared: trigger {trigger.id} ({trigger.program})")
 
 
 def own_command() -> list[str]:

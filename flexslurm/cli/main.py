@@ -139,8 +139,22 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _open_streams() -> None:
+    """Hooks and daemons may start us without them; no file of ours may take their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
+
+
 def main() -> None:
     """The entry point of the `flexslurm` script."""
+    _open_streams()
     instruction = os.environ.get("_FLEXSLURM_COMPLETE")
     if instruction:
         from click.shell_completion import shell_complete

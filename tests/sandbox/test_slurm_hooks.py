@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from submitter_suite import wait
 
+from flexslurm.cli.main import run
 from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.site import Site
 from flexslurm.messages import AskDone, Message, NotifyAsk
@@ -124,6 +126,31 @@ def refusal(client: SlurmClient, path: Path, *options: str) -> str:
     done = client._try("sbatch", "--parsable", "--output=/dev/null", *options, str(path))
     assert done.code != 0, options
     return done.err
+
+
+def test_status_says_what_this_cluster_has(
+    box: Sandbox, client: SlurmClient, hooks: Path, plugin: Path | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SLURM_CONF", str(box.conf))
+    assert run(["hooks", "status", "--json"]) == 0
+    states = {name: state for name, (state, _) in json.loads(capsys.readouterr().out).items()}
+    wanted = dict.fromkeys(HOOKS, "installed") | {"strigger": "not installed"}
+    assert states == wanted | ({} if plugin else {"spank": "not installed"})
+    assert run(["hooks", "uninstall", "prolog", "--to", str(hooks)]) == 8
+    assert (hooks / "prolog.sh").exists() and "out of Prolog" in capsys.readouterr().err
+    # triggers are set, seen and cleared again
+    for arguments in trigger_arguments(hooks):
+        client.call("strigger", *arguments)
+    assert run(["hooks", "status", "strigger"]) == 0
+    assert f"installed      {hooks}/node-" in capsys.readouterr().out
+    copy = hooks / "copy"
+    shutil.copytree(hooks, copy, ignore=shutil.ignore_patterns("copy"))
+    assert run(["hooks", "uninstall", "strigger", "--to", str(hooks), "--register"]) == 0
+    assert capsys.readouterr().out.count("cleared: trigger") == 3
+    assert not client.call("strigger", "--get", "--noheader").out.strip()
+    for path in copy.glob("node-*.sh"):
+        path.rename(hooks / path.name)
 
 
 def test_a_job_of_ours_gets_what_it_needs(client: SlurmClient, tmp_path: Path) -> None:
@@ -256,6 +283,53 @@ def test_a_head_hears_of_its_job(client: SlurmClient, hooks: Path, tmp_path: Pat
     finally:
         (hooks / "real").unlink()
         wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+
+
+def _life_s(client: SlurmClient, where: Path, *options: str) -> tuple[float, float]:
+    """Seconds that sbatch took, and until the job had ended and its node was idle again."""
+    began = time.monotonic()
+    job = client.submit(script(where, "true\n"), "--output=/dev/null", *options)
+    submitted = time.monotonic()
+
+    def done() -> bool:
+        states = [node.state.base for node in client.nodes()]
+        return client.jobs([job.base])[job.base].state.over and set(states) == {"IDLE"}
+
+    wait(done, 20, "the job has ended and its node is idle")
+    return submitted - began, time.monotonic() - began
+
+
+@pytest.mark.usefixtures("needs_spank")
+def test_all_hooks_together_delay_no_job_of_a_dead_service(
+    client: SlurmClient,
+    hooks: Path,
+    slurm_sandbox: Sandbox,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Beside a Slurm without any hook: submission, step, and the whole life of a job."""
+    service = ServiceDir(tmp_path / "svc")
+    service.create()
+    service.keys()
+    dead = HeadAddress("h", "tcp://127.0.0.1:9", "http://127.0.0.1:9", "n", 1)
+    service.publish_head(dead)
+    plain = SlurmClient(load_section(Site, slurm_sandbox.site_file).slurm)
+    name = f"--flexslurm-service={service.path}"
+    (hooks / "real").touch()
+    try:
+        rows = []
+        for who, options in ((plain, ()), (client, (name, "--job-name=flexslurm-x"))):
+            began = time.monotonic()
+            who.call("srun", *options, "true")
+            step_s = time.monotonic() - began
+            rows.append((*_life_s(who, tmp_path, *options), step_s))
+    finally:
+        (hooks / "real").unlink()
+        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+    for what, without_s, with_s in zip(("sbatch", "life of a job", "srun"), *rows, strict=True):
+        told = f"hooks, service dead: {what:<14} {without_s:5.2f} s without, {with_s:5.2f} s with"
+        record_property("slurm-act", told)
+        assert with_s < without_s + 1.0, rows
 
 
 @pytest.mark.parametrize("name", ["prolog", "epilog", "prolog_slurmctld", "epilog_slurmctld"])

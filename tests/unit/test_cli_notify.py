@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,72 @@ def test_a_directory_that_never_answers(tmp_path: Path) -> None:
     done, took_s = run("job-end", "--job", "7", "--service-dir", str(directory.path))
     assert done.returncode == 0 and took_s < LIMIT_S
     assert "no answer" in done.stderr
+
+
+def test_a_full_or_closed_standard_error_holds_nobody_up() -> None:
+    """The hook's standard error is a pipe that nobody reads, or is closed."""
+    program = "import sys; from flexslurm.cli.main import main; main()"
+    argv = [sys.executable, "-c", program, "notify", "job-end", "--service-dir", "/nonexistent"]
+    out, into = os.pipe()
+    os.set_blocking(into, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(into, b"x" * 4096)
+    os.set_blocking(into, True)
+    try:
+        began = time.monotonic()
+        done = subprocess.run(argv, stdout=into, stderr=into, timeout=30, check=False)
+        assert done.returncode == 0 and time.monotonic() - began < LIMIT_S
+    finally:
+        os.close(out)
+        os.close(into)
+    began = time.monotonic()
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&- <&-', "sh", *argv]
+    done = subprocess.run(closed, timeout=30, check=False)
+    assert done.returncode == 0 and time.monotonic() - began < LIMIT_S
+
+
+def _exposed(directory: ServiceDir) -> None:
+    (directory.path / "keys.json").chmod(0o644)
+
+
+def _damaged(directory: ServiceDir) -> None:
+    (directory.path / "keys.json").write_bytes(b"\xff\x00 no keys")
+
+
+def _no_keys(directory: ServiceDir) -> None:
+    (directory.path / "keys.json").unlink()
+
+
+def _strange_head(directory: ServiceDir) -> None:
+    directory.publish_head(HeadAddress("h", "nonsense://[", "x", "n", 1))
+
+
+def _head_is_a_directory(directory: ServiceDir) -> None:
+    (directory.path / "head.json").unlink()
+    (directory.path / "head.json").mkdir()
+
+
+@pytest.mark.parametrize(
+    "spoil", [_exposed, _damaged, _no_keys, _strange_head, _head_is_a_directory]
+)
+def test_a_damaged_service_is_told_of_and_fails_no_hook(
+    spoil: Callable[[ServiceDir], None], directory: ServiceDir
+) -> None:
+    directory.keys()
+    publish(directory, 1)
+    spoil(directory)
+    done, took_s = run("job-end", "--job", "7", "--service-dir", str(directory.path))
+    assert done.returncode == 0 and took_s < LIMIT_S
+    assert done.stderr.startswith("flexslurm notify:") and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("uid", ["65534", "4294967290", "12345678901234567890"])
+def test_root_reads_nothing_as_root(uid: str, directory: ServiceDir) -> None:
+    """The keys are root's, in a directory of root: as somebody else they cannot be read."""
+    directory.keys()
+    publish(directory, 1)
+    done, took_s = run("job-end", "--service-dir", str(directory.path), "--uid", uid)
+    assert done.returncode == 0 and took_s < LIMIT_S and done.stderr
+    assert "Traceback" not in done.stderr
