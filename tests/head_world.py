@@ -134,7 +134,7 @@ class HeadWorld(PlayedNodes):
             self.ledger,
             self.journal,  # type: ignore[arg-type]
             MovePlanner(lambda: shards, lambda types: LinkRates(), lambda gear: {}),
-            tell=self._tell,
+            tell=self.later,
             tell_now=lambda event: self.controller.take(event),
             now=lambda: self.now,
         )
@@ -181,7 +181,7 @@ class HeadWorld(PlayedNodes):
         open_still = [s for s, (_, _, events) in self.streams.items() if not is_over(events)]
         return f"{control.state}, {phase}, gear {gear}: {control.reason}; open: {open_still}"
 
-    def _tell(self, event: Event) -> None:
+    def later(self, event: Event) -> None:
         self.at(0.0, lambda: self.controller.take(event))
 
     def hear(self, sender: str, message: Message) -> None:
@@ -213,7 +213,7 @@ class HeadWorld(PlayedNodes):
         shapes = [Shape("a", a.gpus) for a in self.agents.values() if a.alive]
         gear = random_gear(self.rng, Signature.of(shapes), name)
         if isinstance(gear, Gear):
-            self.controller.take(ShiftWanted(gear, "test"))
+            self.later(ShiftWanted(gear, "test"))
 
     def serves(self) -> bool:
         control = self.control

@@ -65,6 +65,8 @@ class Body:
         self.orders: dict[int, Step | FreeBlocks] = {}
         self.heard: dict[str, int] = dict.fromkeys(self.workers, 0)
         self.done = 0
+        self.broken = False
+        """A step failed: no more are done, and its pages stay."""
 
     def free(self, blocks: Iterable[int]) -> None:
         blocks = tuple(blocks)
@@ -114,6 +116,7 @@ class PlayedNodes:
         self.failing_pulls = 0.0
         """The share of blocks that do not come."""
         self.failing_installs = 0
+        self.failing_steps = 0
 
     def hear(self, sender: str, message: Message) -> None:
         raise NotImplementedError
@@ -346,6 +349,16 @@ class PlayedNodes:
         if body.lost or any(self.workers[name].hung for name in body.workers):
             return
         order = body.orders[body.done]
+        if body.broken:
+            return
+        if self.failing_steps and isinstance(order, Step):
+            self.failing_steps -= 1
+            body.broken = True
+            failed = StepFailed(
+                worker=body.workers[0], epoch=body.epoch, step=order.step, reason="injected"
+            )
+            self.say(body.workers[0], failed)
+            return
         body.done += 1
         if isinstance(order, FreeBlocks):
             body.free(order.blocks)

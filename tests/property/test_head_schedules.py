@@ -7,6 +7,7 @@ import random
 import pytest
 from fake_replica import make_request
 
+from flexslurm.control.events import Cordon, ShiftWanted
 from flexslurm.errors import Overloaded
 from tests.head_world import CONTEXT, HeadWorld, is_over
 from tests.played_nodes import Worker
@@ -15,7 +16,8 @@ PHASES = ("plan_shift", "meet_epoch", "begin_transfer", "after begin_transfer", 
           "after begin_cutover", "switch_over", "after switch_over", "park_all",
           "after park_all")  # fmt: skip
 FAULTS = ("kill source", "kill target", "hang source", "hang target", "kill node", "notice",
-          "failing pulls", "failing install", "nothing")  # fmt: skip
+          "failing pulls", "failing install", "failing step", "another gear", "best gear",
+          "cordon", "notice to all", "nothing")  # fmt: skip
 ROOMY, TIGHT = 64 << 20, 400_000
 
 
@@ -30,6 +32,7 @@ class Schedule:
         self.number = 0
         self.fault: tuple[str, str] | None = None
         self.told: list[str] = []
+        self.cordoned = ""
         self.world.on_phase = self._on_phase
 
     def run(self) -> None:
@@ -87,6 +90,18 @@ class Schedule:
                 world.kill_worker(rng.choice(found))
             case "hang" if found:
                 rng.choice(found).hung = True
+            case "notice" if who:
+                for agent in [a for a in world.agents.values() if a.alive]:
+                    world.leave(agent, 1.0)
+            case "cordon":
+                self.cordoned = rng.choice(sorted(self.sizes))
+                world.later(Cordon(self.cordoned, True))
+            case "another":
+                world.want("other")
+            case "best":
+                world.later(ShiftWanted(None, "test"))
+            case "failing" if who == "step":
+                world.failing_steps = 1
             case "notice":
                 agents = [a for a in world.agents.values() if a.alive]
                 world.leave(rng.choice(agents), rng.choice((0.05, 0.5, 5.0)))
@@ -108,6 +123,9 @@ class Schedule:
     def _mend(self) -> None:
         world = self.world
         world.failing_pulls, world.failing_installs = 0.0, 0
+        if self.cordoned:
+            world.later(Cordon(self.cordoned, False))
+            self.cordoned = ""
         live = {agent.fragment for agent in world.agents.values() if agent.alive}
         for fragment, gpus in self.sizes.items():
             if fragment not in live and self.rng.random() < 0.7:
@@ -116,7 +134,7 @@ class Schedule:
     def _end(self) -> None:
         world = self.world
         self.fault = None
-        world.failing_pulls, world.failing_installs = 0.0, 0
+        self._mend()
         world.run(6.0)  # what was on notice has gone
         live = {agent.fragment for agent in world.agents.values() if agent.alive}
         for fragment, gpus in self.sizes.items():
