@@ -41,22 +41,31 @@ settings.load_profile(
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their directory, and give each of the two kinds that share a cluster or a
-    service to one xdist worker: it is started once, and at most two fill the machine at a time.
-
-    First of all such hooks: xdist's own reads the groups.
-    """
+    """Mark tests by their directory."""
     for item in items:
         parts = item.path.relative_to(ROOT).parts
         for name in ("cluster", "sandbox"):
             if name in parts:
                 item.add_marker(name)
-        for name in ("cluster", "sandbox"):
-            if item.get_closest_marker(name) is not None:
-                item.add_marker(pytest.mark.xdist_group(name))
-                break
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Give the cluster's tests to one worker and the sandbox's to one, the rest one by one.
+
+    So a module's service and the session's Slurm are started once, and at most two of the tests
+    that fill the machine run at a time. (xdist's own groups change an attribute of the items that
+    pytest no longer reads.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByDirectory(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            heavy = ("tests/cluster/", "tests/sandbox/")
+            return next((place for place in heavy if nodeid.startswith(place)), nodeid)
+
+    return ByDirectory(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
