@@ -25,6 +25,11 @@ from flexslurm.messages import GpuInfo
 from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 
 
+def worker_environment(site: Site, *, virtual: bool) -> dict[str, str]:
+    """The site's variables; those for NCCL go to workers on cards alone."""
+    return dict(site.env) | ({} if virtual else dict(site.network.nccl_env))
+
+
 class EngineNursery:
     """Implements `control.agent_workers.WorkerNursery` with the engine's fork server."""
 
@@ -42,7 +47,7 @@ class EngineNursery:
         self._device = "cpu" if virtual else "cuda"
         self._directory, self._options = directory, options
         self._address, self._gpus = address, gpus
-        self._env = dict(site.env) | ({} if virtual else dict(site.network.nccl_env))
+        self._env = worker_environment(site, virtual=virtual)
         logs = directory.logs / f"{options.fragment}-{options.node}"
         self._on_end = on_end
         self._nursery = Nursery(

@@ -44,7 +44,15 @@ def check_alone(site: Site) -> Findings:
                 f"max_walltime {TIME.show(longest)}"
             )
     _check_head(site, found)
+    _check_network(site, found)
     return found
+
+
+def _check_network(site: Site, found: Findings) -> None:
+    rules = [key for key in ("interface", "subnet", "suffix") if getattr(site.network, key)]
+    if len(rules) > 1:
+        others = " and ".join(rules[1:])
+        found.notes.append(f"network.{rules[0]} counts, and not {others}: give one rule")
 
 
 def _check_head(site: Site, found: Findings) -> None:

@@ -64,12 +64,16 @@ def _of_subnet(subnet: str) -> str:
 
 
 def _resolve(name: str) -> str:
+    """An address of the name; a loopback, as /etc/hosts may have it (127.0.1.1), is none."""
+    mend = "mend network.suffix in the site file, or the name's address"
     try:
-        return socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot resolve '{name}': {error}", hint="mend network.suffix in the site file"
-        ) from None
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
+    except (OSError, UnicodeError) as error:  # a label may be too long for the domain name system
+        raise EnvironmentFault(f"cannot resolve '{name}': {error}", hint=mend) from None
+    outward = [text for text in found if not ipaddress.ip_address(text).is_loopback]
+    if not outward:
+        raise EnvironmentFault(f"'{name}' is {found[0]}, which no other node reaches", hint=mend)
+    return outward[0]
 
 
 def _source_address(towards: str) -> str:
@@ -87,6 +91,7 @@ def _first_outward() -> str:
     for name, addresses in sorted(_ipv4_by_interface().items()):
         for address in addresses:
             bridge = name.startswith(("docker", "br-", "virbr", "podman", "veth"))
-            if not bridge and not ipaddress.ip_address(address).is_loopback:
+            told = ipaddress.ip_address(address)
+            if not bridge and not told.is_loopback and not told.is_link_local:
                 return address
     return "127.0.0.1"
