@@ -61,9 +61,17 @@ def render_status(answer: StatusAnswer) -> str:
     if answer.shifts:
         lines += ["", "last shifts:"]
         lines += [_shift(shift) for shift in answer.shifts[-5:]]
+    if answer.decisions:
+        lines += ["", "last decisions:"]
+        lines += [_decision(decision) for decision in answer.decisions[-3:]]
     if answer.judgement:
         lines += ["", answer.judgement]
     return "\n".join(lines)
+
+
+def _decision(decision: Mapping[str, float | str]) -> str:
+    ago = _duration(float(decision["s_ago"]))
+    return f"  {ago} ago, {decision['verdict']}: {decision['reason']}"
 
 
 def _shift(shift: Mapping[str, float | str]) -> str:

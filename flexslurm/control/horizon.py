@@ -138,10 +138,6 @@ class LossHistory:
         """Losses per second and member."""
         return self._losses.get(kind, 0.0) / (self._watched_s.get(kind, 0.0) + self._prior_s)
 
-    def losses(self, kind: str) -> float:
-        """How many there were, faded."""
-        return self._losses.get(kind, 0.0)
-
     def counts(self) -> dict[str, tuple[float, float]]:
         """Seconds watched and losses by kind: what `remember` takes."""
         kinds = sorted(self._watched_s.keys() | self._losses.keys())

@@ -63,14 +63,10 @@ class Lives:
         """Of the whole pilot that the agent is one node of."""
         return self._history.hazard_per_s(self.kind_of(agent))
 
-    def words(self, agents: Iterable[AgentRecord]) -> str:
-        """What is known of the riskiest kind among these, for people."""
-        kinds = {self.kind_of(agent) for agent in agents}
-        worst = max(sorted(kinds), key=self._history.hazard_per_s, default=None)
-        if worst is None or not self._history.hazard_per_s(worst):
-            return ""
-        hourly = _HOUR_S * self._history.hazard_per_s(worst)
-        return f"{worst} pilots are lost {hourly:.2g} times an hour each"
+    def hourly(self) -> dict[str, float]:
+        """Losses that one pilot of each kind is expected to have in an hour."""
+        kinds = self._history.counts()
+        return {kind: round(_HOUR_S * self._history.hazard_per_s(kind), 6) for kind in kinds}
 
     def remember(self, counts: Mapping[str, tuple[float, float]]) -> None:
         self._history.remember(counts)

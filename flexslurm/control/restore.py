@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flexslurm.control.state import Control
+
 _DECISIONS = 200
 """The last ones stay readable in a journal that was shortened."""
 
@@ -50,6 +52,13 @@ class Memory:
                 (self.cordoned.add if record["cordon"] else self.cordoned.discard)(fragment)
                 drain = record["cordon"] and record.get("drain", False)
                 (self.draining.add if drain else self.draining.discard)(fragment)
+
+    def restore(self, control: Control) -> None:
+        """A head that begins goes on from here."""
+        control.epoch = self.epoch
+        control.members.cordoned |= self.cordoned
+        control.members.draining |= self.draining
+        control.watch.lives.remember(self.lives)
 
     def records(self) -> Iterable[dict[str, Any]]:
         """Few records that give this memory again."""

@@ -21,18 +21,14 @@ from flexslurm.gear import Epoch, Replica
 from flexslurm.messages import (
     FreeBlocks,
     Message,
-    SamplingParams,
     SequenceRequest,
     Step,
     StepDone,
     StepFailed,
-    StopRules,
     TokenEvent,
 )
 
 STEP_TIMEOUT_S = 60.0
-PROBE = "probe"
-"""The sequence of a probe; its token is given to nobody."""
 
 
 class StepTimes(msgspec.Struct, frozen=True):
@@ -103,8 +99,6 @@ class Driver:
         self._progress_at = now()
         self._paused = paused
         self._emitting = False
-        self.probed = False
-        """Whether a probe went through all workers and back."""
 
     # --------------------------------------------------------------------------- requests
 
@@ -156,18 +150,6 @@ class Driver:
         """Use no more blocks than these from now on; None: all there are."""
         pool = self.scheduler.pool
         pool.limit = pool.num_blocks if blocks is None else min(blocks, pool.num_blocks)
-
-    def probe(self, tokens: int) -> None:
-        """Send some tokens through all workers, though paused; `probed` tells of the answer."""
-        tokens = max(min(tokens, self.replica.max_batch_tokens, self.load().max_context - 1), 1)
-        request = SequenceRequest(
-            seq_id=PROBE,
-            prompt=(1,) * tokens,
-            sampling=SamplingParams(),
-            stop=StopRules(max_tokens=1),
-        )
-        self.scheduler.add(request)
-        self._send_next()
 
     def close(self) -> list[LiveSequence]:
         """End for good; returns what has not ended, by arrival, with the tokens given out."""
@@ -255,9 +237,6 @@ class Driver:
         self.pump()  # first, so that the workers compute while the events go out
         self._emitting = True
         for event in events:
-            if event.seq_id == PROBE:
-                self.probed = True
-                continue
             self._emit(event)
         self._emitting = False
         self.pump()

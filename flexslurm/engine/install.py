@@ -33,7 +33,6 @@ from flexslurm.messages import (
 )
 
 _PROGRESS_EVERY_S = 0.5
-_PROBE_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +136,19 @@ class Installer:
         return next(near, "")
 
     def probe(self, runner: StageRunner) -> None:
-        """Send two tokens through all stages, once all have been loaded."""
+        """Send the probe's tokens through all stages, once all have been loaded."""
         self.progress("probe", 0, 0)
         install = self._install
         replica = install.slot.replica
         self._host.rendezvous.meet(
             install.epoch, f"r{replica}/loaded", install.replica.gpus, self._left_s()
         )
+        tokens = install.probe[: min(install.block_tokens, install.replica.max_batch_tokens)]
+        if not tokens:
+            return
         chunk = Chunk(
             seq_id="probe",
-            tokens=(1,) * min(_PROBE_TOKENS, install.block_tokens),
+            tokens=tokens,
             start=0,
             blocks=(0,),
             sample=ChunkSampling(params=SamplingParams(), position=0),

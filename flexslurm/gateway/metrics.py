@@ -6,7 +6,7 @@ Whoever knows a figure reports it: the head's ledger calls `accepted`, `first_to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -39,6 +39,13 @@ _GAUGES: dict[str, tuple[str, Callable[[Serving], float]]] = {
     "epoch": ("Epoch of the installed gear.", lambda s: s.epoch),
     "replicas": ("Replicas of the model in the installed gear.", lambda s: s.replicas),
     "gpus": ("GPUs in the installed gear.", lambda s: s.gpus),
+}
+
+_FIGURES = {
+    "throughput_kept_during": "Tokens per second during shifts over those just before.",
+    "throughput_kept_after": "Tokens per second just after shifts over those just before.",
+    "requests_succeeded": "Share of the requests that ended as they should.",
+    "time_shifting": "Share of the time since serving began that shifts took.",
 }
 
 
@@ -149,6 +156,13 @@ class Metrics:
         """Read the gauges from here at each scrape; once in the life of the registry."""
         self.registry.register(_ServingCollector(self._model, serving))
 
+    def watch_figures(self, figures: Callable[[], Mapping[str, float | None]]) -> None:
+        """Read the figures that judge the shifts from here at each scrape; once in a life.
+
+        Those of `_FIGURES`; None is left out.
+        """
+        self.registry.register(_FiguresCollector(self._model, figures))
+
     def watch_nodes(self, readings: Callable[[], Readings]) -> None:
         """Read the nodes' ports and cards from here at each scrape; once."""
         self.registry.register(NodeCollector(readings))
@@ -157,6 +171,24 @@ class Metrics:
         """The metrics page and its content type, in the form an Accept header asks for."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
+
+
+class _FiguresCollector(Collector):
+    def __init__(self, model_name: str, figures: Callable[[], Mapping[str, float | None]]) -> None:
+        self._model, self._figures = model_name, figures
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._figures()
+        for stem, words in _FIGURES.items():
+            gauge = GaugeMetricFamily(f"flexslurm_{stem}_ratio", words, labels=("model_name",))
+            value = now.get(stem)
+            if value is not None:
+                gauge.add_metric((self._model,), value)
+            yield gauge
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering reads no figures."""
+        return ()
 
 
 class _ServingCollector(Collector):

@@ -17,6 +17,7 @@ from flexslurm.gateway.port import Generator
 from flexslurm.gateway.server import GatewayServer
 from flexslurm.gateway.text import TextModel
 from flexslurm.head.observer import SequenceSummary
+from flexslurm.head.probe_text import probe_tokens
 from flexslurm.messages import SequenceRequest
 
 
@@ -62,6 +63,10 @@ class ApiServer:
         self.observer = MetricsObserver(self.metrics)
         self._server: GatewayServer | None = None
         self.url = ""
+
+    def probe_tokens(self, count: int) -> tuple[int, ...]:
+        """So many tokens of a plain text in the model's vocabulary: see `head.probe_text`."""
+        return probe_tokens(self._text, count)
 
     async def start(
         self, generator: Generator, extra_status: Callable[[], dict[str, Any]], address: str

@@ -49,7 +49,6 @@ class HeadEffects:
         tell_now: Callable[[Event], None] | None = None,
         storage: Storage | None = None,
         switched: Callable[[SwitchOver], None] = lambda switch: None,
-        probe_tokens: int = 16,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tell` takes events for the controller, in the loop's next turn; `tell_now` at once.
@@ -84,7 +83,6 @@ class HeadEffects:
             now=now,
             tickets=tickets,
             away=self.away,
-            probe_tokens=probe_tokens,
         )
 
     def _broken(self, replica: ReplicaKey, reason: str) -> None:

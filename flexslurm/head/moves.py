@@ -88,12 +88,10 @@ class Moves:
         now: Callable[[], float],
         tickets: Tickets,
         away: Away,
-        probe_tokens: int = 16,
         settings: MoverSettings | None = None,
     ) -> None:
         self._replicas, self._ledger, self._planner = replicas, ledger, planner
         self._send, self._tell, self._broken, self._now = send, tell, broken, now
-        self._probe_tokens = probe_tokens
         self._settings = settings or MoverSettings()
         self._tickets, self._away = tickets, away
         self._under: UnderWay | None = None
@@ -159,11 +157,6 @@ class Moves:
         under = self._mine(epoch)
         under.began_at = self._now()
         under.mover = self._mover(under, whole=False)
-        if self._probe_tokens:
-            for key in under.new_keys:
-                driver = self._replicas.driver(key)
-                assert driver is not None
-                driver.probe(self._probe_tokens)
         return self._go_on()
 
     def cut_over(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
@@ -298,13 +291,9 @@ class Moves:
         self._clear_left(now)
         if under is None:
             return None
-        event = under.progress(now, probed=self._probed(under))
+        event = under.progress(now)
         self._post(under.take_outbox())
         return event
-
-    def _probed(self, under: UnderWay) -> bool:
-        drivers = [self._replicas.driver(key) for key in under.new_keys]
-        return not self._probe_tokens or all(d is not None and d.probed for d in drivers)
 
     def _pause(self, under: UnderWay) -> None:
         open_still = [key for key in under.keys if key in self._replicas.open]

@@ -6,11 +6,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flexslurm.control.events import Measured
+from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.state import Control
+from flexslurm.engine.driver import Driver
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.installs import Installs
-from flexslurm.head.judging import Judge
 from flexslurm.head.ledger import Ledger
+from flexslurm.head.measuring import Measuring
 from flexslurm.head.status import JobView, status_answer
 from flexslurm.messages import Message, ServiceState
 from flexslurm.wire.service_dir import Pilot
@@ -19,29 +22,43 @@ from flexslurm.wire.service_dir import Pilot
 class Reporter:
     """Looks at the parts of one head, and keeps count of what it has told."""
 
-    def __init__(self, service: str, control: Control, ledger: Ledger, api: ApiServer) -> None:
+    def __init__(
+        self,
+        service: str,
+        control: Control,
+        ledger: Ledger,
+        api: ApiServer,
+        measuring: Measuring,
+        drivers: Mapping[ReplicaKey, Driver],
+    ) -> None:
+        """`drivers`: those that are open, by their replicas; looked at with each tick."""
         self._service, self._control, self._ledger, self._api = service, control, ledger, api
-        self._installs, self._judge = Installs(), Judge()
+        self._measuring, self._drivers = measuring, drivers
+        self._installs = Installs()
         self._started_at = time.monotonic()
         self._counted_epoch = 0
 
     def begin(self) -> None:
         """Shifts of earlier heads are not counted."""
         self._counted_epoch = self._control.epoch
+        judge = self._measuring.judge
+        self._api.metrics.watch_figures(lambda: judge.judge(time.monotonic()).figures())
 
     def take(self, message: Message) -> None:
         """Note what a worker says of its installs."""
         self._installs.take(message)
 
-    def tick(self, *, stopping: bool) -> None:
-        control = self._control
-        self._judge.look(time.monotonic(), control, self._ledger.figures())
+    def tick(self, *, stopping: bool) -> Measured | None:
+        """Look at everything; what the controller is to hear when an interval has ended."""
+        now, control, figures = time.monotonic(), self._control, self._ledger.figures()
+        measured = self._measuring.look(now, control, figures, self._drivers)
         self._ledger.announce(
             ServiceState.STOPPING if stopping else control.state,
             control.epoch,
             control.current.gpus if control.current is not None else 0,
             control.failed or control.reason,
         )
+        return measured
 
     def count_shifts(self) -> None:
         for report in self._control.history:
@@ -65,7 +82,7 @@ class Reporter:
             now=now,
             started_at=self._started_at,
             installs=self._installs,
-            judgement=self._judge.judge(now).words(),
+            judge=self._measuring.judge,
         )
 
     def extra_status(self) -> dict[str, Any]:

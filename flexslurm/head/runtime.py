@@ -29,6 +29,7 @@ from flexslurm.head.head_files import HeadFiles, read_files
 from flexslurm.head.hook_notices import take_notice
 from flexslurm.head.keeper import Keeper
 from flexslurm.head.ledger import Ledger, LedgerSettings
+from flexslurm.head.measuring import Measuring
 from flexslurm.head.moves import MovePlanner
 from flexslurm.head.node_book import NodeBook
 from flexslurm.head.operator import Operator
@@ -78,13 +79,14 @@ class Head:
         self.memory = Memory()
         self.journal = Journal(directory.journal, self.memory)
         self.notes = RequestNotes(self.journal, self.memory, self._fail)
+        measuring = Measuring(self.api.observer, self.service.profiling.interval_sec)
         self.ledger = Ledger(
             LedgerSettings(
                 model_context=files.model_context,
                 max_waiting=self.service.serving.max_waiting,
                 wait_for_gpus_s=self.service.serving.wait_for_gpus,
             ),
-            observer=self.api.observer,
+            observer=measuring.meter,
             on_accept=self.notes.accepted,
             on_end=self.notes.ended,
         )
@@ -99,10 +101,10 @@ class Head:
             tell_now=self._tell,
             storage=storage,
             switched=self._on_switched,
-            probe_tokens=self.service.executor.health_probe_tokens,
         )
+        probe = self.api.probe_tokens(self.service.executor.health_probe_tokens)
         self.control = Control(
-            control_settings(self.service, self.site, self.incarnation), self.planner
+            control_settings(self.service, self.site, self.incarnation, probe), self.planner
         )
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
@@ -116,7 +118,10 @@ class Head:
             tell=self._tell,
             now=time.monotonic,
         )
-        self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api)
+        drivers = self.effects.replicas.open
+        self.reporter = Reporter(
+            self.service.name, self.control, self.ledger, self.api, measuring, drivers
+        )
         self.nodes = NodeBook()
         members = self.control.members
         self.api.metrics.watch_nodes(lambda: self.nodes.by_node(members.agents))
@@ -132,8 +137,7 @@ class Head:
     def _remember(self) -> None:
         """Go on from the journal. Raises ServiceError, EnvironmentFault."""
         self.notes.open()
-        self.control.epoch = self.memory.epoch
-        self.control.members.cordoned |= self.memory.cordoned
+        self.memory.restore(self.control)
         self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
         self.reporter.begin()
 
@@ -224,7 +228,9 @@ class Head:
             self.ledger.tick(time.monotonic())
             self.effects.tick()
             self._tick_pool()
-            self.reporter.tick(stopping=bool(self._stop_reason))
+            measured = self.reporter.tick(stopping=bool(self._stop_reason))
+            if measured is not None:
+                self._tell(measured)
             await asyncio.sleep(_TICK_S)
 
     def _tick_pool(self) -> None:
@@ -232,9 +238,7 @@ class Head:
             current, max_batch = self.control.current, self.service.serving.max_batch
             serving = current.agents if current is not None else ()
             figures = self.ledger.figures
-            self.pool.tick(
-                self.control.members, lambda: load_of(figures(), max_batch), serving
-            )
+            self.pool.tick(self.control.members, lambda: load_of(figures(), max_batch), serving)
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
         """Let running requests end for the drain time, then end everything in order."""

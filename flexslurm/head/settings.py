@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.events import ControlSettings
 from flexslurm.control.phases import InstallSettings
 from flexslurm.control.policy import PolicySettings
+from flexslurm.control.watch import WatchSettings
 from flexslurm.head.planning import plan_name
 from flexslurm.slurm.allocation import AllocationSubmitter
 from flexslurm.slurm.local import LocalSubmitter
@@ -16,8 +18,10 @@ from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.service_dir import ServiceDir
 
 
-def control_settings(service: Service, site: Site, head: str) -> ControlSettings:
-    """The controller's settings from the service file."""
+def control_settings(
+    service: Service, site: Site, head: str, probe: tuple[int, ...] = ()
+) -> ControlSettings:
+    """The controller's settings from the service file; `probe`: what new replicas compute first."""
     serving = service.serving
     return ControlSettings(
         head=head,
@@ -28,12 +32,30 @@ def control_settings(service: Service, site: Site, head: str) -> ControlSettings
             prepare_timeout_s=120.0,
             close_timeout_s=3.0,
             install_timeout_s=serving.install_timeout,
+            probe=probe,
         ),
         policy=policy_settings(service),
         gpu_types=frozenset(site.gpu_types),
         beat_s=serving.heartbeat,
         lost_s=serving.lost_after,
+        watch=WatchSettings(
+            interval_s=service.profiling.interval_sec,
+            window_s=60 * service.profiling.window_minutes,
+            kinds=risk_kinds(service),
+        ),
     )
+
+
+def risk_kinds(service: Service) -> dict[str, str]:
+    """What each pilot shares its risks with: those of its GPU type in its partition."""
+    count: Counter[str] = Counter()
+    kinds = {}
+    for entry in service.pool:
+        kind = entry.gpu_type + (f"@{entry.partition}" if entry.partition else "")
+        for _ in range(entry.count):
+            count[entry.gpu_type] += 1
+            kinds[f"{entry.gpu_type}-{count[entry.gpu_type]}"] = kind
+    return kinds
 
 
 def policy_settings(service: Service) -> PolicySettings:

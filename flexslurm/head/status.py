@@ -11,7 +11,9 @@ from flexslurm.control.members import AgentRecord, AgentState, GpuAt
 from flexslurm.control.state import Control
 from flexslurm.gear import Slot
 from flexslurm.head.installs import InstallFigures, Installs
+from flexslurm.head.judging import Judge
 from flexslurm.head.ledger import Figures
+from flexslurm.head.measuring import measured
 from flexslurm.messages import (
     FinishReason,
     FragmentStatus,
@@ -20,6 +22,8 @@ from flexslurm.messages import (
     StatusAnswer,
 )
 from flexslurm.wire.service_dir import Pilot
+
+_DECISIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,12 @@ def status_answer(
     now: float,
     started_at: float,
     installs: Installs,
-    judgement: str = "",
+    judge: Judge | None = None,
 ) -> StatusAnswer:
     """Build the answer; `jobs` by job id."""
     current = control.current
+    judge = judge or Judge()
+    judgement = judge.judge(now)
     return StatusAnswer(
         service=service,
         head=control.settings.head,
@@ -72,14 +78,28 @@ def status_answer(
                 "started_s_ago": round(now - report.started_at, 3),
                 "took_s": round(report.took_s, 3),
                 "outcome": report.outcome,
+                **_kept(report, judge),
                 **_moved(report),
                 **_installed(installs.figures(report.epoch)),
             }
             for report in control.history
         ),
         uptime_s=now - started_at,
-        judgement=judgement,
+        judgement=judgement.words(),
+        figures=judgement.figures(),
+        decisions=tuple(
+            {"s_ago": round(now - one.at_s, 3), "verdict": one.verdict, "reason": one.reason}
+            for one in list(control.decisions)[-_DECISIONS:]
+        ),
+        measured=measured(now, control),
     )
+
+
+def _kept(report: ShiftReport, judge: Judge) -> dict[str, float | str]:
+    """The throughput that a shift kept, where it is known."""
+    kept = judge.kept(report.epoch)
+    named = {"kept_during": kept.during, "kept_after": kept.after}
+    return {name: round(share, 4) for name, share in named.items() if share is not None}
 
 
 def _moved(report: ShiftReport) -> dict[str, float | str]:

@@ -62,8 +62,8 @@ class UnderWay:
 
     @property
     def awaits_steps(self) -> bool:
-        """Whether the answer to a step may be what it waits for: a boundary, or a probe."""
-        return self.paused_at is not None or Transferred not in self._told
+        """Whether the answer to a step may be what it waits for: a boundary."""
+        return self.paused_at is not None
 
     def pause(self, now: float, steps: Mapping[ReplicaKey, int]) -> None:
         """The old drivers send no further steps; `steps`: how many each has done."""
@@ -88,11 +88,11 @@ class UnderWay:
             if parking is not None:
                 parking.lose(number)
 
-    def progress(self, now: float, *, probed: bool) -> ShiftEvent | None:
+    def progress(self, now: float) -> ShiftEvent | None:
         """Go on; what the controller is to hear of it, each thing once."""
         if self.paused_at is not None and self.idle_at is None:
             self.idle_at = now if all(end.idle for end in self.old) else None
-        event = self._parking_event() if self.mover is None else self._mover_event(now, probed)
+        event = self._parking_event() if self.mover is None else self._mover_event(now)
         if event is None or type(event) in self._told:
             return None
         self._told.add(type(event))
@@ -104,7 +104,7 @@ class UnderWay:
         self.parking.advance()
         return Parked(self.epoch) if self.parking.done else None
 
-    def _mover_event(self, now: float, probed: bool) -> ShiftEvent | None:
+    def _mover_event(self, now: float) -> ShiftEvent | None:
         mover = self.mover
         assert mover is not None
         mover.advance(now)
@@ -115,7 +115,7 @@ class UnderWay:
                 return MoveFailed(self.epoch, mover.failure)
             case MoverPhase.DONE:
                 return CutOver(self.epoch)
-            case MoverPhase.ROUNDS if mover.settled and probed and self.began_at is not None:
+            case MoverPhase.ROUNDS if mover.settled and self.began_at is not None:
                 return Transferred(self.epoch)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -136,3 +137,12 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
     uptime_s: float = 0.0
     judgement: str = ""
     """The three figures of the shifts so far, in words."""
+    figures: dict[str, float | None] = {}
+    """The same for programs: `throughput_kept_during`, `throughput_kept_after` (shifts),
+    `requests_succeeded`, `time_shifting`, each a share, and `paused_s`; null where none is known.
+    """
+    decisions: tuple[dict[str, float | str], ...] = ()
+    """The last decisions: `s_ago`, `verdict` (`shift`, `stay`, `wait`) and `reason`."""
+    measured: dict[str, Any] = {}
+    """`windows`: the last whole one and the one before it; `corrections`: measured over estimated
+    tokens per second, by gear; `losses`: expected of one pilot in an hour, by its kind."""

@@ -157,7 +157,7 @@ class World:
                     epoch=epoch, model=str(model), dtype=dtype, block_tokens=BLOCK_TOKENS,
                     slot=peer.slot, replica=replica, peers=peers, arena_bytes=arena_bytes,
                     timeout_s=timeout_s, pacing=pacing, holders=tuple(holders),
-                    rate_bytes_per_s=rate_bytes_per_s,
+                    rate_bytes_per_s=rate_bytes_per_s, probe=(1, 1),
                 ),
             )  # fmt: skip
         return Placed(epoch, replica, tuple(workers))

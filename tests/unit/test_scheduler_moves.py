@@ -1,4 +1,4 @@
-"""Sequences that come with their KV: reserved blocks, adoption at any length, probes, limits."""
+"""Sequences that come with their KV: reserved blocks, adoption at any length, limits."""
 
 from __future__ import annotations
 
@@ -158,20 +158,6 @@ def test_freed_blocks_are_told_with_the_next_step_or_at_once_if_there_is_none() 
     assert [step.freed for step in steps][:2] == [(), (0, 1)]
     last = inbox[-1]
     assert isinstance(last, FreeBlocks) and last.blocks == (0, 2, 3)
-
-
-def test_a_probe_goes_through_a_paused_driver_and_gives_no_event() -> None:
-    events: list[object] = []
-    workers = FakeWorkers(1, 0, make_replica(pp=2), BLOCK, events.append, paused=True)
-    workers.driver.probe(16)
-    assert not workers.driver.probed
-    workers.driver.submit(make_request("a"))
-    while workers.answer():
-        pass
-    assert workers.driver.probed and not events
-    assert workers.driver.load().free_blocks == 64
-    workers.driver.resume()
-    assert workers.answer() and len(events) == 1
 
 
 def test_a_limit_on_blocks_holds_back_until_it_is_lifted() -> None:
