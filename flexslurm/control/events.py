@@ -159,13 +159,22 @@ class PilotLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeNoticed:
+    """Slurm takes a node out of use, or has it back: what runs there goes on."""
+
+    node: str
+    words: str
+    """As `draining: bad fan`; empty: it is in use again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unreachable:
     """A message could not be sent: the member's connection is closed."""
 
     member: str
 
 
-RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | Unreachable
+RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | NodeNoticed | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
 Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned | Measured
 

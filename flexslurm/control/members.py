@@ -51,6 +51,8 @@ class AgentRecord:
     state: AgentState = AgentState.READY
     leaves_at: float | None = None
     leave_source: str = ""
+    node_words: str = ""
+    """What Slurm says of its node, where that is out of use."""
     walltime_ends_at: float | None = None
     """When Slurm ends its job in any case."""
     dismissed: bool = False

@@ -14,6 +14,7 @@ from flexslurm.control.events import (
     ControlSettings,
     Cordon,
     Heard,
+    NodeNoticed,
     PilotGone,
     PilotLeaving,
     RollEvent,
@@ -135,16 +136,19 @@ class Roll:
                 return self._on_cordon(event)
             case Unreachable(member):
                 return self._on_unreachable(member)
-            case PilotGone(fragment, reason):
-                told = Told()
-                for agent in self._members.of_fragment(fragment):
-                    told += self._drop(agent, reason)
-                return told
-            case PilotLeaving(fragment, source, grace_s):
-                told = Told()
-                for agent in self._members.of_fragment(fragment):
-                    told += self._on_leaving(now, agent, source, grace_s)
-                return told
+            case PilotGone() | PilotLeaving():
+                return self._on_pilot(now, event)
+            case NodeNoticed():
+                return self._on_node(event)
+
+    def _on_pilot(self, now: float, event: PilotGone | PilotLeaving) -> Told:
+        told = Told()
+        for agent in self._members.of_fragment(event.fragment):
+            if isinstance(event, PilotGone):
+                told += self._drop(agent, event.reason)
+            else:
+                told += self._on_leaving(now, agent, event.source, event.grace_s)
+        return told
 
     # ------------------------------------------------------------------ hearing
 
@@ -287,6 +291,17 @@ class Roll:
             "event": "cordon", "fragment": fragment, "cordon": event.cordon, "drain": drain
         }  # fmt: skip
         return Told([Record(record), Say(f"{fragment} is {word}")], [CordonChanged(fragment)])
+
+    def _on_node(self, event: NodeNoticed) -> Told:
+        told = Told()
+        for agent in self._members.agents.values():
+            if agent.hello.node == event.node:
+                agent.node_words = event.words
+                state = event.words or "in use again"
+                record = {"event": "node", "fragment": agent.hello.fragment, "source": state}
+                said = Say(f"Slurm: the node of {agent.name} is {state}", bool(event.words))
+                told += Told([Record(record), said])
+        return told
 
     # ------------------------------------------------------------------ losses
 

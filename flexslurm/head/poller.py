@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving
 from flexslurm.control.keeper_values import Look
 from flexslurm.errors import FlexslurmError
+from flexslurm.head.node_looks import NodeLooks
 from flexslurm.head.pool import Pool
 from flexslurm.head.status import JobView
 from flexslurm.slurm.command import backoff_s
@@ -36,10 +37,11 @@ class JobPoller:
         tell: Callable[[Event], None],
         interval_s: float,
         pool: Pool | None = None,
+        nodes: NodeLooks | None = None,
     ) -> None:
-        """`pool`: what it keeps is looked at, and its calls have their turn."""
+        """`pool`: what it keeps is looked at, and its calls have their turn, as `nodes`' have."""
         self._submitter, self._pilots, self._tell = submitter, pilots, tell
-        self._interval_s, self._pool = interval_s, pool
+        self._interval_s, self._pool, self._nodes = interval_s, pool, nodes
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
         self._hurry = asyncio.Event()
@@ -65,6 +67,9 @@ class JobPoller:
             call = None if self._pool is None else self._pool.next_call()
             if self._pool is not None and call is not None:
                 await self._pool.run_call(call)
+                await self._pause()
+            elif self._nodes is not None and self._nodes.due():
+                await self._nodes.look()
                 await self._pause()
 
     async def _ask(self) -> None:

@@ -32,6 +32,7 @@ from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.measuring import Measuring
 from flexslurm.head.moves import MovePlanner
 from flexslurm.head.node_book import NodeBook
+from flexslurm.head.node_looks import looks_at_nodes
 from flexslurm.head.operator import Operator
 from flexslurm.head.plan_worker import Answer
 from flexslurm.head.poller import JobPoller
@@ -188,7 +189,11 @@ class Head:
                 tell=self._tell, record=self.effects.record,
             )  # fmt: skip
             interval_s = self.site.slurm.poll_interval
-            self.poller = JobPoller(submitter, self._pilots, self._tell, interval_s, self.pool)
+            agents = self.control.members.agents
+            nodes = looks_at_nodes(submitter, agents.values, self._tell, interval_s)
+            self.poller = JobPoller(
+                submitter, self._pilots, self._tell, interval_s, self.pool, nodes
+            )
             tasks.append(asyncio.create_task(self.poller.run(), name="poll"))
         return tasks
 

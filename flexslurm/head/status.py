@@ -187,13 +187,14 @@ def _of_agent(
         state = str(agent.state)
         left = max((agent.leaves_at or now) - now, 0.0)
         detail = agent.failure or f"{agent.leave_source}, {left:.0f} s left"
+    node = f"Slurm: its node is {agent.node_words}" if agent.node_words else ""
     return FragmentStatus(
         name=agent.hello.fragment,
         job_id=agent.hello.job_id,
         node=agent.hello.node,
         gpu_type=agent.hello.gpu_type,
         state=state,
-        detail=detail,
+        detail=detail or node,
         gpus=gpus,
     )
 

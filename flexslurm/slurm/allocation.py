@@ -140,7 +140,7 @@ class AllocationSubmitter:
         self.site = site
         self.job_id = environ.get("SLURM_JOB_ID", "")
         self._environ = environ
-        self._client = SlurmClient(site.slurm, environ=environ)
+        self.client = SlurmClient(site.slurm, environ=environ)
         self._identity = {k: v for k, v in environ.items() if _IDENTITY.match(k)}
         self._nodes: list[AllocatedNode] | None = None
         srun_env = {k: environ[k] for k in ("SLURM_CONF",) if k in environ}
@@ -159,7 +159,7 @@ class AllocationSubmitter:
         return self._nodes
 
     def _details(self, job_id: str) -> str:
-        return self._client.call("scontrol", "show", "job", "-d", "-o", job_id).out
+        return self.client.call("scontrol", "show", "job", "-d", "-o", job_id).out
 
     def pool(self) -> list[Fragment]:
         """The pool that this allocation is: one pilot per node."""
@@ -190,7 +190,7 @@ class AllocationSubmitter:
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
         """The steps, with what is known of the whole job's end; raises SlurmUnavailable."""
         infos = self._steps.states(job_ids)
-        whole = self._client.jobs([self.job_id], self._grace())[self.job_id]
+        whole = self.client.jobs([self.job_id], self._grace())[self.job_id]
         return {
             job_id: replace(info, preempt_in_s=whole.preempt_in_s, end_in_s=whole.end_in_s)
             if info.state.active

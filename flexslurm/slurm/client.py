@@ -173,8 +173,9 @@ class SlurmClient:
             raise SlurmError(f"scontrol says nothing about job {job_id}")
         return records[0]
 
-    def nodes(self) -> list[NodeInfo]:
-        out = self.call("scontrol", "show", "node", "-o").out
+    def nodes(self, names: Sequence[str] = ()) -> list[NodeInfo]:
+        """All nodes, or those of these names."""
+        out = self.call("scontrol", "show", "node", "-o", *filter(None, [",".join(names)])).out
         return [_node_info(record) for record in parse_records(out, "NodeName")]
 
     def partitions(self) -> list[PartitionInfo]:
