@@ -218,4 +218,6 @@ class ShiftReport:
     took_s: float
     outcome: str
     mode: str = ""
+    evicted: int = 0
+    """Sequences that its plan named as having no room in the new gear."""
     figures: MoveFigures = field(default_factory=MoveFigures)

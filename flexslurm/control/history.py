@@ -47,4 +47,5 @@ def report_of(now: float, shift: Shift, outcome: str) -> ShiftReport:
         took_s=now - shift.started_at,
         outcome=outcome,
         mode=str(shift.order.mode) if shift.order is not None else "",
+        evicted=len(shift.order.evicted) if shift.order is not None else 0,
     )

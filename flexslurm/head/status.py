@@ -108,6 +108,7 @@ def _moved(report: ShiftReport) -> dict[str, float | str]:
         "mode": report.mode,
         "sequences_moved": figures.moved,
         "sequences_recomputed": figures.recomputed,
+        "sequences_evicted": report.evicted,
         "kv_bytes": figures.moved_bytes,
         "transfer_s": round(figures.transfer_s, 4),
         "kv_move_s": round(figures.move_s, 4),
