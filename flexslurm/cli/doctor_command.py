@@ -76,6 +76,7 @@ def _login_checks(
 
     client = SlurmClient(None if site is None else site.slurm)
     yield from _slurm(client)
+    yield from _rest(site)
     if site_file is not None:
         yield from _site(site_file)
     yield from _directory(_shared(site))
@@ -105,6 +106,25 @@ def _slurm(client: SlurmClient) -> Iterator[Verdict]:
         yield ok("slurm", "controller", f"{words}, answers in {took_s:.2f} s")
     usable = sum(node.state.usable_now for node in nodes)
     yield ok("nodes", "controller", f"{usable} of {len(nodes)} usable now")
+
+
+def _rest(site: Site | None) -> Iterator[Verdict]:
+    """slurmrestd, where the site file names one."""
+    from flexslurm.cli.doctor_words import fail, ok
+    from flexslurm.errors import FlexslurmError
+    from flexslurm.slurm.rest import ask_rest
+
+    settings = None if site is None else site.slurm.rest
+    if site is None or settings is None:
+        return
+    began = time.monotonic()
+    try:
+        ask_rest(settings, "/jobs/", site.slurm.command_timeout)
+    except FlexslurmError as error:
+        mend = error.hint or "mend slurm.rest in the site file, or leave it out: squeue does it too"
+        yield fail("slurmrestd", settings.url, error.message, mend)
+        return
+    yield ok("slurmrestd", settings.url, f"answers in {time.monotonic() - began:.2f} s")
 
 
 def _site(site_file: Path) -> Iterator[Verdict]:

@@ -23,9 +23,15 @@ def ask_rest(settings: RestSettings, path: str, timeout_s: float) -> dict[str, A
     parts = urlsplit(settings.url)
     secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    link = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    headers = _headers(settings)
     try:
-        link.request("GET", parts.path + path, headers=_headers(settings))
+        link = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    except (ValueError, http.client.InvalidURL) as error:  # a port that is none
+        raise EnvironmentFault(
+            f"slurm.rest.url {settings.url}: {error}", hint="write http://HOST:PORT/slurm/v0.0.40"
+        ) from None
+    try:
+        link.request("GET", parts.path + path, headers=headers)
         with link.getresponse() as answer:
             status = answer.status
             text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
@@ -56,5 +62,11 @@ def _headers(settings: RestSettings) -> dict[str, str]:
                 f"cannot read the token in {settings.token_file}: {error}",
                 hint="mend slurm.rest.token_file in the site file",
             ) from None
-        headers["X-SLURM-USER-TOKEN"] = token.removeprefix("SLURM_JWT=")
+        token = token.removeprefix("SLURM_JWT=")
+        if not token.isprintable() or not token:
+            raise EnvironmentFault(
+                f"{settings.token_file} holds no token",
+                hint="put one line into it: scontrol token lifespan=86400",
+            )
+        headers["X-SLURM-USER-TOKEN"] = token
     return headers

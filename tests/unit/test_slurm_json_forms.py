@@ -233,3 +233,18 @@ def test_nobody_listens(tmp_path: Path) -> None:
         client(url).jobs(["7"])
     with pytest.raises(EnvironmentFault, match="token"):
         client(url, token_file=str(tmp_path / "none")).jobs(["7"])
+
+
+@pytest.mark.parametrize("port", ["abc", "99999", "-1"])
+def test_a_url_with_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"slurm\.rest\.url") as caught:
+        client(f"http://ctl:{port}/slurm/v0.0.40").jobs(["7"])
+    assert "HOST:PORT" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "SLURM_JWT=", "one\ntwo\n"])
+def test_a_token_file_without_a_token(text: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(text)
+    with pytest.raises(EnvironmentFault, match="holds no token"):
+        client("http://127.0.0.1:1/slurm/v0.0.40", token_file=str(token)).jobs(["7"])
