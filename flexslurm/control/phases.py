@@ -79,13 +79,12 @@ WORDS: Mapping[Phase, PhaseWords] = {
     _P.INSTALL: PhaseWords(
         "stages are built beside what is there: weights that are here are shared, others come from "
         "peers, then from the files; groups form; a probe runs",
-        "every new worker has its stage",
+        "every new worker has its stage, and the probe went through it",
         "serves; after CLOSE it is over",
     ),
     _P.TRANSFER: PhaseWords(
-        "full blocks, which never change, are pulled in rounds at a share of the link; a probe "
-        "goes through the new drivers",
-        "little is left, or no less from round to round, and the probe is back",
+        "full blocks, which never change, are pulled in rounds at a share of the link",
+        "little is left, or no less from round to round",
         "serves",
     ),
     _P.CUTOVER: PhaseWords(
