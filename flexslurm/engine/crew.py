@@ -1,4 +1,7 @@
-"""A few threads that do jobs as they come; never holds up whoever has one to be done."""
+"""A few threads that do jobs as they come; never holds up whoever has one to be done.
+
+They stand back for the serving thread.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+
+from flexslurm.engine.niceness import be_nice
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ class Crew:
         return True
 
     def _work(self) -> None:
+        be_nice()
         while True:
             with self._lock:
                 self._idle += 1

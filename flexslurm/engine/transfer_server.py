@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Protocol
 from flexslurm.engine import faults
 from flexslurm.engine.byte_runs import Source
 from flexslurm.engine.faults import InjectedFault, Point
+from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.rate import Bucket, piece_bytes
 from flexslurm.engine.spans import Spans
 from flexslurm.engine.transfer_wire import (
@@ -38,7 +38,6 @@ _MAX_CONNECTIONS = 96
 _MAX_STRANGERS = 32
 """Connections that have not shown the key yet; they have HANDSHAKE_S for it."""
 _IDLE_S = 30.0
-_NICENESS = 5
 
 
 class Catalogue(Protocol):
@@ -146,7 +145,7 @@ class TransferServer:
 
     def _attend(self, sock: socket.socket, peer: str) -> None:
         try:
-            _be_nice()
+            be_nice()
             self._converse(sock)
         except ProtocolError as error:
             self.refused += 1
@@ -244,9 +243,3 @@ def _listen(address: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _be_nice() -> None:
-    """Let the serving thread go first: on Linux a priority may be one thread's."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -19,6 +19,7 @@ import torch
 from flexslurm.engine import faults
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.faults import Point
+from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, weight_moves
 from flexslurm.engine.shard import ShardSpec
@@ -204,6 +205,7 @@ class PeerFiller:
         results: dict[int, Fetched] = {}
 
         def fetch(source: int, pieces: list[PieceRange]) -> None:
+            be_nice()
             results[source] = self._fetch(source, pieces, todo, tally)
 
         threads = [

@@ -60,7 +60,7 @@ from flexslurm.wire.transport import HeadLink
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 """How long an install's thread may keep the interpreter while the serving one waits for it."""
 _HELLO_EVERY_S = 0.5
 _WELCOME_WITHIN_S = 60.0
@@ -294,7 +294,7 @@ def run(incarnation: str, spec: WorkerSpec, lifeline: int) -> int:
         stream=sys.stderr,
         force=True,
     )
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     try:
         torch.set_num_threads(spec.threads or _default_threads())
         device = torch.device("cuda:0" if spec.device == "cuda" else "cpu")

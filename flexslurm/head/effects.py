@@ -50,6 +50,7 @@ class HeadEffects:
         storage: Storage | None = None,
         switched: Callable[[SwitchOver], None] = lambda switch: None,
         now: Callable[[], float] = time.monotonic,
+        weights_s: Callable[[int], float] = lambda epoch: 0.0,
     ) -> None:
         """`tell` takes events for the controller, in the loop's next turn; `tell_now` at once.
 
@@ -83,6 +84,7 @@ class HeadEffects:
             now=now,
             tickets=tickets,
             away=self.away,
+            weights_s=weights_s,
         )
 
     def _broken(self, replica: ReplicaKey, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flexslurm.control.actions import PlanShift
@@ -35,6 +35,8 @@ class MovePlan:
     """Blocks that old replicas may use while the new weights are beside them."""
     spare: Mapping[ReplicaKey, int] | None = None
     """Blocks that new replicas may use beyond those that are moved in, until room is free."""
+    nominal: ShiftPlan | None = None
+    """The plan with the times that the links' rates alone give."""
 
     @property
     def going(self) -> tuple[InstalledReplica, ...]:
@@ -53,12 +55,14 @@ def plan_moves(
     rates: LinkRates,
     step_s: float,
     stored: int = 0,
+    corrected: Callable[[ShiftPlan], ShiftPlan] = lambda plan: plan,
 ) -> MovePlan:
     """Work out how to get from the old gear to the new one.
 
     `running`: what the open drivers have; `stored`: how many sequences wait with their KV in
-    files. Without data servers on every worker that takes part, or without anything that serves,
-    the sequences that are live are recomputed.
+    files; `corrected` makes expected times those of this machine. Without data servers on every
+    worker that takes part, or without anything that serves, the sequences that are live are
+    recomputed.
     """
     lines = (f"{stored} sequences wait with their KV in files",) if stored else ()
     bare = MovePlan(ask, ShiftOrder(Mode.RECOMPUTE, stored=bool(stored), lines=lines))
@@ -72,14 +76,15 @@ def plan_moves(
         mode = Mode.RECOMPUTE if going else Mode.BESIDE
         why = ("KV cannot be moved: a worker has no data server",) if going else ()
         return MovePlan(ask, ShiftOrder(mode, lines=(*why, *lines), stored=bool(stored)))
-    plan = plan_shift(shards, _facts(shards, ask, running, rates, step_s))
+    nominal = plan_shift(shards, _facts(shards, ask, running, rates, step_s))
+    plan = corrected(nominal)
     mode = Mode.BESIDE
     if going and plan.memory.verdict is Verdict.STOP:
         mode = Mode.PARK if plan.routes.to else Mode.RECOMPUTE
     order = ShiftOrder(
         mode=mode,
         holders=plan.holders,
-        rate_bytes_per_s=rates.rate(Link.NETWORK) if mode is Mode.BESIDE else 0.0,
+        rate_bytes_per_s=_rate(plan, rates) if mode is Mode.BESIDE else 0.0,
         lines=(*plan.lines(), *lines),
         stored=bool(stored),
         evicted=plan.routes.evicted,
@@ -88,9 +93,15 @@ def plan_moves(
         pause_s=plan.pause_s,
     )
     if mode is not Mode.BESIDE or not going:
-        return MovePlan(ask, order, plan)
+        return MovePlan(ask, order, plan, nominal=nominal)
     limits, spare = _bounds(shards, ask, plan, going, running)
-    return MovePlan(ask, order, plan, limits, spare)
+    return MovePlan(ask, order, plan, limits, spare, nominal)
+
+
+def _rate(plan: ShiftPlan, rates: LinkRates) -> float:
+    """What one source may send beside the serving gear: the slowest link in use bounds it."""
+    used = {flow.link for flow in (*plan.weights, *plan.kv)} & {Link.NODE, Link.NETWORK}
+    return min(rates.rate(link) for link in used or {Link.NETWORK})
 
 
 def _facts(

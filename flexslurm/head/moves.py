@@ -25,6 +25,7 @@ from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.gear import Gear
 from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
+from flexslurm.head.lessons import Lessons
 from flexslurm.head.move_plan import MovePlan, live_kv, plan_moves, replica_at
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
@@ -89,7 +90,10 @@ class Moves:
         tickets: Tickets,
         away: Away,
         settings: MoverSettings | None = None,
+        weights_s: Callable[[int], float] = lambda epoch: 0.0,
     ) -> None:
+        """`weights_s`: how long an epoch's weights were on their way."""
+        self._weights_s = weights_s
         self._replicas, self._ledger, self._planner = replicas, ledger, planner
         self._send, self._tell, self._broken, self._now = send, tell, broken, now
         self._settings = settings or MoverSettings()
@@ -97,6 +101,7 @@ class Moves:
         self._under: UnderWay | None = None
         self._left: list[Mover] = []
         """Movers that were given up while replicas that serve on were being filled."""
+        self._lessons = Lessons()
         self._tight: dict[int, tuple[ReplicaKey, ...]] = {}
         """By epoch: replicas that may not use all their blocks yet."""
 
@@ -143,7 +148,9 @@ class Moves:
         times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
         rates, step_s = self._planner.rates(ask), max(times, default=0.0)
         count = sum(len(end.view()) for end in stored)
-        return plan_moves(self._planner.shards, ask, running, rates, step_s, count)
+        return plan_moves(
+            self._planner.shards, ask, running, rates, step_s, count, self._lessons.corrected
+        )
 
     def park(self, epoch: int) -> ShiftEvent | None:
         under = self._mine(epoch)
@@ -192,6 +199,9 @@ class Moves:
             self._left.append(under.mover)
         self._away.tidy(adopted)
         figures = under.figures(self._now(), adopted, counts, self._ledger.has)
+        if under.plan.nominal is not None:
+            move_s = self._weights_s(switch.epoch) + figures.move_s
+            self._lessons.learn(under.plan.nominal, move_s, figures.pause_s)
         return Switched(switch.epoch, figures)
 
     def drop(self, epoch: int, reason: str) -> None:

@@ -48,6 +48,10 @@ class Reporter:
         """Note what a worker says of its installs."""
         self._installs.take(message)
 
+    def weights_s(self, epoch: int) -> float:
+        """How long an epoch's weights were on their way, on the slowest worker."""
+        return self._installs.figures(epoch).move_s
+
     def tick(self, *, stopping: bool) -> Measured | None:
         """Look at everything; what the controller is to hear when an interval has ended."""
         now, control, figures = time.monotonic(), self._control, self._ledger.figures()

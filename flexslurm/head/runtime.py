@@ -100,6 +100,7 @@ class Head:
             MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
             tell=self._tell_soon,
             tell_now=self._tell,
+            weights_s=lambda epoch: self.reporter.weights_s(epoch),  # noqa: PLW0108 - made later
             storage=storage,
             switched=self._on_switched,
         )
