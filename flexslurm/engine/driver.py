@@ -128,11 +128,10 @@ class Driver:
         return None if self.closed else self.scheduler.reserve(seq_id, count)
 
     def release(self, seq_id: str) -> None:
-        """Give reserved blocks back, if there are any."""
+        """Give reserved blocks back, if there are any, to sequences that wait for room."""
         if not self.closed:
             self.scheduler.release(seq_id)
-            if self.serving and self.idle:
-                self._tell_freed()
+            self.pump()
 
     def adopt(
         self,

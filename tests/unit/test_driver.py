@@ -204,6 +204,17 @@ def test_pause_stops_at_a_step_boundary() -> None:
     assert len(rig.answers.finish) == 4
 
 
+def test_what_waits_for_reserved_blocks_starts_when_they_come_back() -> None:
+    rig = Rig(make_replica(kv_blocks=4))
+    assert rig.driver.reserve("moved", 3) is not None
+    rig.driver.submit(make_request("waits", range(8), 3))
+    assert rig.driver.pump() == 0
+    rig.driver.release("moved")  # and nothing else happens that would start it
+    while rig.workers.answer():
+        pass
+    assert set(rig.answers.finish) == {"waits"}
+
+
 def test_step_times_are_measured() -> None:
     rig = Rig(make_replica())
     rig.driver.submit(make_request(max_tokens=3))
