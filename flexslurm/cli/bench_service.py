@@ -48,6 +48,8 @@ class Plan:
     memory: Mapping[str, str]
     walk: tuple[tuple[str, str], ...]
     max_tokens: int = 700
+    link_bytes_per_s: float = 0.0
+    """What is declared of the link between GPUs; 0: nothing."""
     executor: Mapping[str, Any] | None = None
 
 
@@ -88,9 +90,16 @@ def _site(plan: Plan, env: Mapping[str, str]) -> dict[str, Any]:
         "slurm": {"poll_interval": "0.5s", "kill_wait": "2s"},
         "env": dict(env),
         "gpu_types": {
-            name: {"memory": memory, "virtual": {}} for name, memory in plan.memory.items()
+            name: {"memory": memory, "virtual": {}, **_link(plan)}
+            for name, memory in plan.memory.items()
         },
     }
+
+
+def _link(plan: Plan) -> dict[str, Any]:
+    if not plan.link_bytes_per_s:
+        return {}
+    return {"gpu_link": {"bandwidth": f"{plan.link_bytes_per_s / 1e6:.0f} MB/s"}}
 
 
 class BenchService:

@@ -8,6 +8,7 @@ costs is measured by one, and the link by the data plane that the workers use.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -105,9 +106,14 @@ FULL = Plan(
 
 def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
     """All shifts of a plan. Raises FlexslurmErrors of what cannot be launched or shifted."""
+    from flexslurm.engine.shift_plan import LinkRates
     from flexslurm.engine.tiny import write_tiny_model
 
     model = write_tiny_model(home / "model", **plan.model)
+    link = measure_link()
+    say(f"one connection of the data plane carries {link / 1e6:.0f} MB/s")
+    # Declared so that the share that transfers keep to is what one connection carries.
+    plan = replace(plan, link_bytes_per_s=link / LinkRates().share)
     say("a service is launched, stopped, and launched again")
     with launched(home / "moving", model, plan, {}) as service:
         restart_s = service.cold_restart()
@@ -119,7 +125,6 @@ def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
     whole = [run.tokens for run in calm]
     if not all(same_tokens(one.tokens, whole) for one in again):
         raise ServiceError("tokens differ from the undisturbed run's where KV is recomputed")
-    link = measure_link()
     return [
         _figures(model, calm, one, other, link, restart_s)
         for one, other in zip(rounds, again, strict=True)
