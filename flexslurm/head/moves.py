@@ -180,19 +180,15 @@ class Moves:
         gear = switch.gear.gear
         for one in switch.opened.values():
             self._replicas.arrive(one, gear.block_tokens)
-        by_number = self._planner.speeds(gear)
-        speeds = {
-            one.key: by_number[number]
-            for number, one in switch.gear.replicas.items()
-            if number in by_number
-        }
+        speeds = under.speeds if under is not None and under.speeds else self._speeds(switch.gear)
         opened = [one.key for _, one in sorted(switch.opened.items())]
         if under is None:
             self._replicas.switch(opened, switch.closed, {}, speeds)
             return Switched(switch.epoch, MoveFigures())
         counts = {key: self._replicas.open[key].step_times.count for key in switch.closed}
-        under.stay(self.live(switch.gear))
         adopted = self._replicas.switch(opened, switch.closed, self._adoptions(under), speeds)
+        # Streams go on from here; all that follows may take its time.
+        under.stay(self.live(switch.gear), adopted)
         self._bound_new(switch.epoch, under)
         self._unpark(under)
         if under.mover is not None and not under.mover.release(adopted):
@@ -271,8 +267,17 @@ class Moves:
         assert under is not None and under.plan.ask.epoch == epoch, f"epoch {epoch} has no plan"
         return under
 
+    def _speeds(self, gear: InstalledGear) -> dict[ReplicaKey, float]:
+        by_number = self._planner.speeds(gear.gear)
+        return {
+            one.key: by_number[number]
+            for number, one in gear.replicas.items()
+            if number in by_number
+        }
+
     def _mover(self, under: UnderWay, *, whole: bool) -> Mover:
         ask, shards = under.plan.ask, self._planner.shards
+        under.speeds = self._speeds(ask.new)
         new = []
         for _, one in sorted(ask.new.replicas.items()):
             if one.key.epoch == ask.epoch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flexslurm.control.events import (
@@ -43,6 +43,8 @@ class UnderWay:
     """When everything was where it will be."""
     came: tuple[tuple[int, int], ...] = ()
     """Of each sequence that moved: its old replica's number in the gear, and tokens with KV."""
+    speeds: Mapping[ReplicaKey, float] = field(default_factory=dict)
+    """Of the new gear's replicas, worked out before the pause."""
     stayed: tuple[tuple[int, int], ...] = ()
     """The same of sequences that go on where they are."""
     running: set[str] = field(default_factory=set)
@@ -153,14 +155,14 @@ class UnderWay:
             kv=(*self.stayed, *self.came),
         )
 
-    def stay(self, live: Iterable[LiveKv]) -> None:
+    def stay(self, live: Iterable[LiveKv], but: Collection[str]) -> None:
         """What goes on where it is, in the new gear's replicas that were there before."""
         old, new = self.plan.ask.old, self.plan.ask.new
         before = {one.key: n for n, one in old.replicas.items()} if old is not None else {}
         self.stayed = tuple(
             (before[key], kv.tokens)
             for kv in live
-            if (key := new.replicas[kv.replica].key) in before
+            if kv.seq_id not in but and (key := new.replicas[kv.replica].key) in before
         )
 
     def adoptions(self) -> dict[str, tuple[int, int]]:
