@@ -19,6 +19,10 @@ from flexslurm.errors import CapacityError, ConfigError
 Epoch = NewType("Epoch", int)
 Incarnation = NewType("Incarnation", str)
 
+MOST_GPUS = 256
+"""Of one node: racks that are one NVLink domain have 72."""
+MOST_NODES = 65_536
+
 _POOL_ITEM = re.compile(r"^(?P<type>[A-Za-z0-9_.-]+):(?P<gpus>\d+)(?:x(?P<count>\d+))?$")
 
 
@@ -55,7 +59,13 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
                     f"cannot read the pool item '{item}'",
                     hint="write TYPE:GPUS or TYPE:GPUSxNODES, for example a100:4x8,l40s:2x16",
                 )
-            shapes += [Shape(match["type"], int(match["gpus"]))] * int(match["count"] or 1)
+            gpus, nodes = int(match["gpus"]), int(match["count"] or 1)
+            if gpus > MOST_GPUS or len(shapes) + nodes > MOST_NODES:
+                raise ConfigError(
+                    f"the pool item '{item}' is too large",
+                    hint=f"at most {MOST_GPUS} GPUs on a node, and {MOST_NODES:,} nodes",
+                )
+            shapes += [Shape(match["type"], gpus)] * nodes
         return cls.of(shapes)
 
     def nodes(self) -> tuple[Shape, ...]:

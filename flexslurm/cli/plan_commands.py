@@ -183,7 +183,6 @@ def _with(pool: Signature, more: str | None) -> Signature:
 
 
 def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) -> None:
-    from flexslurm.cli.plan_inputs import read_prices
     from flexslurm.planner.capacity import capacity
     from flexslurm.planner.explain import explain
     from flexslurm.planner.tabulate import pilots_of, plans
@@ -193,7 +192,7 @@ def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) ->
         workload = planner.problem.workload
         wanted = (workload.rate or 0.0) * workload.output_tokens
         found = plans(planner, pilots_of(pool), progress)
-        results.capacity = capacity(found, wanted, read_prices(options["price"]))
+        results.capacity = capacity(found, wanted, _prices(options, pool))
         results.planned[results.capacity.cheapest.signature] = planner.plan(
             results.capacity.cheapest.signature
         )
@@ -212,6 +211,12 @@ def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) ->
         why = explain(planner, wanted_signature)
         results.planned[wanted_signature] = planner.plan(wanted_signature)
         results.explained = (wanted_signature, why) if why is not None else None
+
+
+def _prices(options: Mapping[str, Any], pool: Signature) -> dict[str, float]:
+    from flexslurm.cli.plan_inputs import read_prices
+
+    return read_prices(options["price"], sorted({shape.gpu_type for shape, _ in pool.counts}))
 
 
 def _plan_pool(planner: Planner, pool: Signature, results: Results) -> None:
@@ -264,7 +269,6 @@ def _progress() -> Callable[[int, int], None]:
 
 def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[str]:
     from flexslurm.cli import plan_report as report
-    from flexslurm.cli.plan_inputs import read_prices
 
     used = sorted({shape.gpu_type for shape, _ in inputs.pool.counts})
     lines = [
@@ -273,7 +277,7 @@ def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[
         "",
     ]
     if results.capacity is not None:
-        lines += report.capacity_report(results.capacity, read_prices(options["price"]))
+        lines += report.capacity_report(results.capacity, _prices(options, inputs.pool))
         if options["picture"] is not None:
             lines += ["", f"the curve is in {options['picture']}"]
     else:

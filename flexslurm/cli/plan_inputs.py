@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
@@ -54,8 +54,8 @@ def read_slo(text: str | None) -> Slo:
     return Slo(values.get("ttft"), values.get("tpot"))
 
 
-def read_prices(text: str | None) -> dict[str, float]:
-    """`h100=4.2,l4=0.8`: what a GPU costs, in any unit."""
+def read_prices(text: str | None, types: Collection[str]) -> dict[str, float]:
+    """`h100=4.2,l4=0.8`: what a GPU of these types costs, in any unit."""
     prices: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         key, _, value = part.partition("=")
@@ -63,8 +63,12 @@ def read_prices(text: str | None) -> dict[str, float]:
             prices[key.strip()] = float(value)
         except ValueError:
             raise ConfigError(f"--price: cannot read '{part}'", hint="write TYPE=NUMBER") from None
-        if not prices[key.strip()] > 0:
-            raise ConfigError(f"--price: '{part}' must be above 0")
+        if not 0 < prices[key.strip()] < float("inf"):
+            raise ConfigError(f"--price: '{part}' must be above 0, and finite")
+        if key.strip() not in types:
+            raise ConfigError(
+                f"--price: the pool has no '{key.strip()}'", hint=f"it has {', '.join(types)}"
+            )
     return prices
 
 
