@@ -38,7 +38,14 @@ _OLDEST = (20, 11, 0)
 )
 @click.option("--job", "in_job", is_flag=True, help="In an allocation: on every node of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--timeout", default=60.0, show_default=True, metavar="S", help="With --job.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=4, max=3600),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="With --job.",
+)
 def doctor(
     site_file: Path | None, model: Path | None, in_job: bool, as_json: bool, timeout: float
 ) -> None:
@@ -240,9 +247,17 @@ def _job_checks(
 
 @contextmanager
 def _meeting_place(root: Path) -> Iterator[Path]:
-    """A directory of this run's own, private to the user."""
+    """A directory of this run's own, private to the user. Raises EnvironmentFault."""
+    from flexslurm.errors import EnvironmentFault
+
     path = root.absolute() / f".doctor-{os.environ.get('SLURM_JOB_ID', '')}-{secrets.token_hex(4)}"
-    path.mkdir(parents=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, mode=0o700)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"shared directory: cannot make {path}: {error.strerror}",
+            hint="set paths.shared_dir in the site file to what all nodes can write",
+        ) from None
     try:
         yield path
     finally:

@@ -224,12 +224,18 @@ def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[
                 f"{path} is there and differs",
                 hint="--force replaces it; a site's own file can call ours, as its head says",
             )
-    directory.mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.chmod(0o755 if hook.executable else 0o644)
-        part.replace(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(text, encoding="utf-8")
+            part.chmod(0o755 if hook.executable else 0o644)
+            part.replace(path)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write into {directory}: {error.strerror}",
+            hint="run as who owns it, or choose another directory with --to",
+        ) from None
     return list(texts)
 
 

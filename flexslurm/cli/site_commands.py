@@ -58,7 +58,12 @@ def discover(
     if target is None:
         click.echo(text, nl=False)
         return
-    target.write_text(text, encoding="utf-8")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write {target}: {error.strerror}", hint="choose another place with --to"
+        ) from None
     click.echo(f"wrote {target}; check it with: flexslurm site check {target}")
 
 

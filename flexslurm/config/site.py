@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Literal
 
@@ -23,8 +24,46 @@ def _env_text(text: str) -> str:
     return text
 
 
+def _option(text: str) -> str:
+    if not text.startswith("-") or any(char in text for char in "\n\0"):
+        raise ValueError(f"{text!r} is no option of sbatch: write --name or --name=value")
+    return text
+
+
+def _gres(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}(:[A-Za-z0-9][\w.-]{0,63})?", text, re.ASCII) is None:
+        raise ValueError(
+            f"'{text}' cannot be asked for with --gres: write what stands before the count, as "
+            "gpu:a100_1g.10gb, gpu or shard"
+        )
+    return text
+
+
+def _gres_type(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", text, re.ASCII) is None:
+        raise ValueError(f"'{text}' cannot be a type of a GRES: see sinfo -o '%N %G'")
+    return text
+
+
+def _subnet(text: str) -> str:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"'{text}' is no subnet: write 10.1.0.0/16") from None
+    return text
+
+
 Variable = Annotated[str, AfterValidator(_variable)]
 EnvText = Annotated[str, AfterValidator(_env_text)]
+SbatchOption = Annotated[str, AfterValidator(_option)]
+GresName = Annotated[str, AfterValidator(_gres)]
+GresType = Annotated[str, AfterValidator(_gres_type)]
+Subnet = Annotated[str, AfterValidator(_subnet)]
+COMMANDS = (
+    "sbatch", "srun", "squeue", "scancel", "scontrol", "sacctmgr", "strigger", "salloc", "sinfo",
+    "sacct",
+)  # fmt: skip
+"""Of Slurm, that a site may have under other names; not all are used."""
 
 
 class LinkFigures(Section):
@@ -67,10 +106,10 @@ class GpuType(Section):
     """One type of GPU. Figures that are left out come from the built-in catalogue by `model`."""
 
     model: str | None = Field(None, description="Name in the built-in catalogue, such as a100-80.")
-    slurm_type: str | None = Field(
+    slurm_type: GresType | None = Field(
         None, description="The type in Slurm's GRES (gpu:TYPE:N); default: this entry's name."
     )
-    gres: str | None = Field(
+    gres: GresName | None = Field(
         None,
         description=(
             "What stands before the count in --gres, where it is not gpu:TYPE: shard, or gpu for "
@@ -103,7 +142,7 @@ class Partition(Section):
     qos: str | None = Field(None, description="Passed as --qos.")
     constraint: str | None = Field(None, description="Passed as --constraint.")
     cpus_per_gpu: int = Field(1, ge=1, description="CPUs asked for with each GPU.")
-    sbatch_args: list[str] = Field(
+    sbatch_args: list[SbatchOption] = Field(
         default_factory=list, description="Further options for sbatch, such as --comment=preempt."
     )
 
@@ -135,6 +174,15 @@ class SlurmSettings(Section):
     command_timeout: Seconds = Field(30.0, gt=0, description="Deadline of one Slurm command.")
     kill_wait: Seconds = Field(30.0, description="KillWait: from SIGTERM to SIGKILL.")
     rest: RestSettings | None = Field(None, description="slurmrestd; without it squeue is asked.")
+
+    @model_validator(mode="after")
+    def _commands_are_slurm_s(self) -> SlurmSettings:
+        for name in self.commands:
+            if name not in COMMANDS:
+                hint = nearest_hint(name, COMMANDS)
+                raise misfit(f"Slurm has no command '{name}'", "commands", name, hint=hint)
+        return self
+
     topology: str | None = Field(
         None,
         description="A topology.conf, for its leaf switches; default: scontrol show topology.",
@@ -148,7 +196,7 @@ class HeadSettings(Section):
     cpus: int = Field(2, ge=1, description="CPUs of the head's job.")
     memory: Bytes = Field(4 * 2**30, description="Memory of the head's job.")
     walltime: Seconds | None = Field(None, description="Default: the partition's.")
-    sbatch_args: list[str] = Field(
+    sbatch_args: list[SbatchOption] = Field(
         default_factory=list,
         description="Further options for sbatch; account, qos and constraint are the partition's.",
     )
@@ -159,7 +207,7 @@ class NetworkSettings(Section):
 
     interface: str | None = Field(None, description="Interface whose address is used, as ib0.")
     suffix: str | None = Field(None, description="Host-name suffix of the fast network, as -hsn0.")
-    subnet: str | None = Field(None, description="Use the address in this subnet, 10.1.0.0/16.")
+    subnet: Subnet | None = Field(None, description="Use the address in this subnet, 10.1.0.0/16.")
     node_link: LinkFigures = Field(
         default_factory=lambda: LinkFigures(bandwidth=12.5e9, latency=5e-6),
         description="Between two nodes.",

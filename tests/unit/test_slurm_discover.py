@@ -127,13 +127,10 @@ def test_slices_and_shards_are_types_of_their_own() -> None:
 
 
 def test_a_larger_share_is_several_shards() -> None:
-    text = "name: x\ngpu_types: {half: {gres: shard, gres_per_gpu: 2}, bad: {gres: 'gpu:a b'}}"
+    text = "name: x\ngpu_types: {half: {gres: shard, gres_per_gpu: 2}}"
     site = parse_section(Site, text, "site.yaml")
     assert gres_option("half", 3, site) == "--gres=shard:6"
     assert gpu_request("half", site).gpus_in(parse_gres("gpu:a100:1,shard:7")) == 3
-    with pytest.raises(ConfigError, match="cannot be asked for") as caught:
-        gres_option("bad", 1, site)
-    assert caught.value.key == "gpu_types.bad.gres" and "shard" in (caught.value.hint or "")
 
 
 def test_gpus_without_a_type_where_there_are_no_others() -> None:
@@ -277,3 +274,22 @@ def test_every_shipped_site_file_is_fine(root: Path) -> None:
         site = load_section(Site, root / "site-configs" / f"{name}.yaml")
         assert check_alone(site).problems == [], name
     assert load_section(Site, root / "site-configs/dgx-pod.yaml").network.node_link.rails == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("gpu_types:\n  a:\n    gres: 'gpu:a b'", 4, "gpu_types.a.gres: 'gpu:a b' cannot be"),
+        ("gpu_types:\n  a:\n    gres: 'gpu:a:2'", 4, "what stands before the count"),
+        ("gpu_types:\n  a:\n    slurm_type: a b", 4, "cannot be a type of a GRES"),
+        ("gpu_types: {a: {}}\nslurm:\n  commands: {sqeue: x}", 4, "did you mean 'squeue'?"),
+        ("gpu_types: {a: {}}\nnetwork:\n  subnet: ten", 4, "write 10.1.0.0/16"),
+        ("gpu_types: {a: {}}\nhead:\n  sbatch_args: [x]", 4, "'x' is no option of sbatch"),
+        ("gpu_types: {a: {}}\nslurm:\n  rest: {url: ctl}", 4, "slurm.rest.url"),
+    ],
+)
+def test_what_slurm_could_not_take_is_said_with_its_line(text: str, line: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_section(Site, f"name: x\n{text}\n", "site.yaml")
+    shown = f"{caught.value} {caught.value.hint}"
+    assert f"site.yaml:{line}: " in shown and words in shown
