@@ -168,13 +168,22 @@ class NodeNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class PilotStays:
+    """Slurm no longer says that it will take a pilot: the preemption was called off."""
+
+    fragment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unreachable:
     """A message could not be sent: the member's connection is closed."""
 
     member: str
 
 
-RollEvent = Heard | Tick | Cordon | PilotGone | PilotLeaving | NodeNoticed | Unreachable
+PilotEvent = PilotGone | PilotLeaving | PilotStays
+RollEvent = Heard | Tick | Cordon | PilotEvent | NodeNoticed | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
 Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned | Measured
 
@@ -193,6 +202,11 @@ class ControlSettings:
     """Wait this long after a loss: what dies with it is often told next."""
     max_failures: int = 3
     """Installs that may fail on one agent before it is left out."""
+    overstay_s: float = 120.0
+    """A member that is still here so long after it had to go stays: its notice was called off.
+
+    Slurm kills within its KillWait, 30 s as a rule; a job has up to a minute more at its limit.
+    """
     watch: WatchSettings = field(default_factory=WatchSettings)
 
 

@@ -17,6 +17,7 @@ from flexslurm.control.events import (
     NodeNoticed,
     PilotGone,
     PilotLeaving,
+    PilotStays,
     RollEvent,
     Tick,
     Unreachable,
@@ -28,7 +29,6 @@ from flexslurm.messages import (
     AgentBeat,
     AgentBye,
     AgentHello,
-    LeaveCancelled,
     LeaveNotice,
     Message,
     Refused,
@@ -136,16 +136,18 @@ class Roll:
                 return self._on_cordon(event)
             case Unreachable(member):
                 return self._on_unreachable(member)
-            case PilotGone() | PilotLeaving():
+            case PilotGone() | PilotLeaving() | PilotStays():
                 return self._on_pilot(now, event)
             case NodeNoticed():
                 return self._on_node(event)
 
-    def _on_pilot(self, now: float, event: PilotGone | PilotLeaving) -> Told:
+    def _on_pilot(self, now: float, event: PilotGone | PilotLeaving | PilotStays) -> Told:
         told = Told()
         for agent in self._members.of_fragment(event.fragment):
             if isinstance(event, PilotGone):
                 told += self._drop(agent, event.reason)
+            elif isinstance(event, PilotStays):
+                told += self._on_staying(agent, event.reason)
             else:
                 told += self._on_leaving(now, agent, event.source, event.grace_s)
         return told
@@ -236,9 +238,6 @@ class Roll:
         match message:
             case LeaveNotice(source=source, grace_s=grace_s):
                 return self._on_leaving(now, agent, source, grace_s)
-            case LeaveCancelled(reason=reason) if agent.state is AgentState.LEAVING:
-                agent.state, agent.leaves_at = AgentState.READY, None
-                return Told([Say(f"{agent.name} stays: {reason}")], [Stays(agent)])
             case WorkerStarted(gpu=gpu, worker=worker):
                 if gpu not in agent.workers:
                     at = GpuAt(agent.id, gpu)
@@ -263,6 +262,14 @@ class Roll:
         record = {"event": "leaving", "fragment": agent.hello.fragment, "source": source}
         said = Say(f"{agent.name} leaves in {grace_s:.0f} s ({source})", True)
         return Told([Record(record), said], [Leaves(agent)])
+
+    def _on_staying(self, agent: AgentRecord, why: str) -> Told:
+        """It was on notice and is not any more; one that is empty has been told to end."""
+        if agent.state is not AgentState.LEAVING or agent.released:
+            return Told()
+        agent.state, agent.leaves_at, agent.leave_source = AgentState.READY, None, ""
+        record = {"event": "stays", "fragment": agent.hello.fragment, "why": why}
+        return Told([Record(record), Say(f"{agent.name} stays: {why}")], [Stays(agent)])
 
     def _on_worker_died(self, agent: AgentRecord, died: WorkerDied) -> Told:
         record = agent.workers.get(died.gpu)
@@ -306,11 +313,13 @@ class Roll:
     # ------------------------------------------------------------------ losses
 
     def _find_silent(self, now: float) -> Told:
-        told, lost_s = Told(), self._settings.lost_s
+        told, lost_s, overstay_s = Told(), self._settings.lost_s, self._settings.overstay_s
         for agent in list(self._members.agents.values()):
             silent = now - agent.heard_at
             if silent >= lost_s:
                 told += self._drop(agent, f"silent for {silent:.1f} s")
+            elif agent.leaves_at is not None and now >= agent.leaves_at + overstay_s:
+                told += self._on_staying(agent, f"it is here {overstay_s:g} s after it had to go")
         for worker in list(self._members.workers()):
             # a worker whose agent beats but which says nothing itself hangs: three times the bound,
             # because a long call into a library may hold its control thread

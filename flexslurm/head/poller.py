@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving
+from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving, PilotStays
 from flexslurm.control.keeper_values import Look
 from flexslurm.errors import FlexslurmError
 from flexslurm.head.node_looks import NodeLooks
@@ -18,6 +18,7 @@ from flexslurm.head.status import JobView
 from flexslurm.slurm.command import backoff_s
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.pilot import Submitter
+from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilot
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class JobPoller:
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
         self._hurry = asyncio.Event()
+        self._calm: set[str] = set()
+        """Jobs said to be preempted, of which the last look knew nothing of it."""
         self._over: set[str] = set()
         self._held: set[str] = set()
         self.views: dict[str, JobView] = {}
@@ -119,6 +122,7 @@ class JobPoller:
         if info.preempt_in_s is not None and self._warned.get(job_id) != info.restarts:
             self._warned[job_id] = info.restarts
             self._tell(PilotLeaving(pilot.fragment, PREEMPT_TIME, max(info.preempt_in_s, 0.0)))
+        self._look_whether_it_stays(pilot, info)
         if self._pool is not None:
             return  # which says more of held jobs
         if info.held and job_id not in self._held:
@@ -127,9 +131,23 @@ class JobPoller:
         elif not info.held:
             self._held.discard(job_id)
 
+    def _look_whether_it_stays(self, pilot: Pilot, info: JobInfo) -> None:
+        """A preemption that two looks in a row know nothing of any more was called off."""
+        job_id = pilot.job_id
+        runs = info.state is JobState.RUNNING and self._warned.get(job_id) == info.restarts
+        if not runs or info.preempt_in_s is not None:
+            self._calm.discard(job_id)
+        elif job_id not in self._calm:
+            self._calm.add(job_id)
+        else:
+            self._calm.discard(job_id)
+            del self._warned[job_id]
+            self._tell(PilotStays(pilot.fragment, "Slurm's PreemptTime is gone, and it runs on"))
+
     def _forget_all_but(self, jobs: Iterable[str]) -> None:
         kept = set(jobs)
         self._over &= kept
+        self._calm &= kept
         self._held &= kept
         for known in (self._warned, self.views):
             for job_id in known.keys() - kept:

@@ -29,11 +29,9 @@ class Reporter:
         ledger: Ledger,
         api: ApiServer,
         measuring: Measuring,
-        drivers: Mapping[ReplicaKey, Driver],
     ) -> None:
-        """`drivers`: those that are open, by their replicas; looked at with each tick."""
         self._service, self._control, self._ledger, self._api = service, control, ledger, api
-        self._measuring, self._drivers = measuring, drivers
+        self._measuring = measuring
         self._installs = Installs()
         self._started_at = time.monotonic()
         self._counted_epoch = 0
@@ -52,10 +50,13 @@ class Reporter:
         """How long an epoch's weights were on their way, on the slowest worker."""
         return self._installs.figures(epoch).move_s
 
-    def tick(self, *, stopping: bool) -> Measured | None:
-        """Look at everything; what the controller is to hear when an interval has ended."""
+    def tick(self, drivers: Mapping[ReplicaKey, Driver], *, stopping: bool) -> Measured | None:
+        """Look at everything; what the controller is to hear when an interval has ended.
+
+        `drivers`: those that are open, by their replicas.
+        """
         now, control, figures = time.monotonic(), self._control, self._ledger.figures()
-        measured = self._measuring.look(now, control, figures, self._drivers)
+        measured = self._measuring.look(now, control, figures, drivers)
         self._ledger.announce(
             ServiceState.STOPPING if stopping else control.state,
             control.epoch,

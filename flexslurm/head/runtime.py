@@ -120,13 +120,8 @@ class Head:
             tell=self._tell,
             now=time.monotonic,
         )
-        drivers = self.effects.replicas.open
-        self.reporter = Reporter(
-            self.service.name, self.control, self.ledger, self.api, measuring, drivers
-        )
-        self.nodes = NodeBook()
-        members = self.control.members
-        self.api.metrics.watch_nodes(lambda: self.nodes.by_node(members.agents))
+        self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api, measuring)
+        self.nodes = NodeBook(self.control.members)
         self.socket: HeadSocket | None = None
         self._stopping: asyncio.Event = asyncio.Event()
         self._stop_reason = ""
@@ -142,6 +137,7 @@ class Head:
         self.memory.restore(self.control)
         self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
         self.reporter.begin()
+        self.api.metrics.watch_nodes(self.nodes.by_node)
 
     async def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -234,7 +230,8 @@ class Head:
             self.ledger.tick(time.monotonic())
             self.effects.tick()
             self._tick_pool()
-            measured = self.reporter.tick(stopping=bool(self._stop_reason))
+            drivers = self.effects.replicas.open
+            measured = self.reporter.tick(drivers, stopping=bool(self._stop_reason))
             if measured is not None:
                 self._tell(measured)
             await asyncio.sleep(_TICK_S)

@@ -15,7 +15,6 @@ from flexslurm.messages.agents import (
     DirectoryProbed,
     GpuInfo,
     GpuReading,
-    LeaveCancelled,
     LeaveNotice,
     NodeReadings,
     PortReading,
@@ -98,7 +97,6 @@ FromAgent = (
     AgentHello
     | AgentBeat
     | LeaveNotice
-    | LeaveCancelled
     | WorkerStarted
     | WorkerDied
     | AgentBye
@@ -168,7 +166,6 @@ __all__ = [
     "Installed",
     "KvParked",
     "KvPulled",
-    "LeaveCancelled",
     "LeaveNotice",
     "Message",
     "NodeReadings",

@@ -47,11 +47,6 @@ class LeaveNotice(Message, frozen=True, tag="agent.leave"):
     """Seconds in which the agent still answers; 0 where none is promised."""
 
 
-class LeaveCancelled(Message, frozen=True, tag="agent.stay"):
-    incarnation: str
-    reason: str
-
-
 class WorkerStarted(Message, frozen=True, tag="agent.worker_started"):
     incarnation: str
     gpu: int

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexslurm.control.actions import BeginCutover, BeginTransfer, ParkAll
-from flexslurm.control.events import Cordon, Heard, PilotGone
+from flexslurm.control.events import Cordon, Heard, PilotGone, PilotStays
 from flexslurm.control.phases import Mode
-from flexslurm.messages import AgentBye, LeaveCancelled, LeaveNotice
+from flexslurm.messages import AgentBye, LeaveNotice
 from tests.unit.control_world import OneReplicaPerNode, OneStagePerNode, World
 
 NAMES = ("a", "b", "c")
@@ -51,7 +51,7 @@ def test_any_sequence_of_events(
                 notice = LeaveNotice(incarnation=agent, source="SIGTERM", grace_s=seconds)
                 world.take(Heard(agent, notice))
             case "stay" if agent:
-                world.take(Heard(agent, LeaveCancelled(incarnation=agent, reason="test")))
+                world.take(PilotStays(name, "test"))
             case "kill" if agent and world.control.members.agents[agent].workers.get(0):
                 world.kill_worker(agent)
             case "broken" if world.control.current is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flexslurm.control.actions import DropAway, ParkAway, Record
-from flexslurm.control.events import Heard, ParkedAway
+from flexslurm.control.events import Heard, ParkedAway, PilotStays
 from flexslurm.control.installed import ReplicaKey
-from flexslurm.messages import AgentBye, LeaveCancelled, LeaveNotice, ReleaseAgent, Retire
+from flexslurm.messages import AgentBye, LeaveNotice, ReleaseAgent, Retire
 from tests.unit.control_world import OneReplicaPerNode, OneStagePerNode, World
 
 
@@ -65,9 +65,9 @@ def test_parking_that_does_not_end_is_cut_short_by_the_notice() -> None:
 def test_a_notice_that_is_taken_back_resumes_the_streams() -> None:
     world = stranded(needs_s=4.0)
     world.run(11.0)
-    world.take(Heard("a", LeaveCancelled(incarnation="a", reason="test")))
+    world.take(PilotStays("a", "test"))
     assert world.paused, "b still leaves, and the gear needs it"
-    world.take(Heard("b", LeaveCancelled(incarnation="b", reason="test")))
+    world.take(PilotStays("b", "test"))
     assert any(isinstance(action, DropAway) for action in world.log)
     assert world.drivers == {ReplicaKey(1, 0)} and not world.paused
 
@@ -110,3 +110,34 @@ def test_what_comes_back_is_installed() -> None:
         world.join(f"{name}2", fragment=name)
     world.run(3)
     assert world.serving() == "a100:2x2" and world.control.state == "serving"
+
+
+def test_what_is_still_here_long_after_it_had_to_go_stays() -> None:
+    """A SIGTERM by hand, or a preemption that Slurm has thought better of."""
+    world = World(least=3, overstay_s=60.0)
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    notice = LeaveNotice(incarnation="b", source="SIGTERM", grace_s=5.0)
+    world.take(Heard("b", notice))
+    world.run(60.0, step=1.0)
+    assert "b on node-b must leave" in world.control.reason
+    world.run(10.0, step=1.0)
+    assert world.control.members.agents["b"].state == "ready"
+    assert "must leave" not in world.control.reason
+    assert len(world.opened()) == 1 and not world.detached(), "it served on all the time"
+    world.take(Heard("b", notice))
+    assert world.control.members.agents["b"].state == "leaving", "the next notice counts again"
+
+
+def test_what_was_given_back_does_not_stay() -> None:
+    world = World(overstay_s=60.0)
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    world.take(Heard("b", LeaveNotice(incarnation="b", source="SIGTERM", grace_s=5.0)))
+    world.run(3)
+    assert world.told(ReleaseAgent, "b")
+    world.take(PilotStays("b", "test"))
+    world.run(90.0, step=1.0)
+    assert world.serving() == "a100:2", "it has been told to end"

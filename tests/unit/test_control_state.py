@@ -15,6 +15,7 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.restore import Memory
+from flexslurm.control.state import Control
 from flexslurm.messages import (
     AgentBeat,
     AgentBye,
@@ -313,3 +314,40 @@ def test_a_member_whose_connection_breaks_but_lives_rejoins() -> None:
     world.join("b")  # its beat is answered by a stranger's welcome, so it says hello
     world.run(3)
     assert world.serving() == "a100:2x2"
+
+
+def test_cordon_and_drain_are_remembered_by_the_next_head() -> None:
+    def remembered(*events: Cordon) -> Control:
+        world = World()
+        world.join("a")
+        world.join("b")
+        for event in events:
+            world.take(event)
+        memory, again = Memory(), Memory()
+        for action in world.log:
+            if isinstance(action, Record):
+                memory.take(dict(action.record))
+        for record in memory.records():  # as in a journal that was shortened
+            again.take(record)
+        fresh = World().control
+        again.restore(fresh)
+        return fresh
+
+    drained = remembered(Cordon("a", cordon=True), Cordon("b", cordon=True, drain=True)).members
+    assert (drained.cordoned, drained.draining) == ({"a", "b"}, {"b"})
+    undone = remembered(Cordon("b", cordon=True, drain=True), Cordon("b", cordon=False)).members
+    assert (undone.cordoned, undone.draining) == (set(), set())
+    softened = remembered(Cordon("b", cordon=True, drain=True), Cordon("b", cordon=True)).members
+    assert (softened.cordoned, softened.draining) == ({"b"}, set())
+
+
+def test_a_drained_pilot_that_comes_back_to_a_new_head_is_ended() -> None:
+    world = World()
+    memory = Memory()
+    memory.take({"event": "cordon", "fragment": "b", "cordon": True, "drain": True})
+    memory.restore(world.control)
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    assert world.serving() == "a100:2"
+    assert [sent.to for sent in world.told(ReleaseAgent)] == ["b"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flexslurm.control.events import Event, PilotGone, PilotLeaving
+from flexslurm.control.events import Event, PilotGone, PilotLeaving, PilotStays
 from flexslurm.errors import EnvironmentFault, FlexslurmError, ServiceError, SlurmUnavailable
 from flexslurm.head.poller import JobPoller
 from flexslurm.slurm.jobs import JobInfo, unknown
@@ -141,3 +141,25 @@ def test_jobs_that_are_no_longer_ours_are_forgotten() -> None:
         poller.take([pilot], {job: info})
     assert list(poller.views) == ["99"]
     assert poller._warned == {"99": 0} and poller._held == {"99"} and poller._over == set()
+
+
+def runs(preempt_in_s: float | None, restarts: int = 0) -> dict[str, JobInfo]:
+    return {"7": JobInfo("7", JobState.RUNNING, preempt_in_s=preempt_in_s, restarts=restarts)}
+
+
+def test_a_preemption_that_two_looks_know_nothing_of_was_called_off() -> None:
+    one = PILOTS[:1]
+    events, _ = poll([runs(20.0), runs(15.0), runs(None), runs(None), runs(None)], one)
+    assert [type(event) for event in events] == [PilotLeaving, PilotStays]
+    events, _ = poll([runs(20.0), runs(None), runs(10.0), runs(None)], one)
+    assert [type(event) for event in events] == [PilotLeaving], "one look may have missed it"
+    events, _ = poll([runs(20.0), runs(None), runs(None), runs(30.0)], one)
+    assert [type(event) for event in events] == [PilotLeaving, PilotStays, PilotLeaving]
+
+
+def test_a_job_that_was_requeued_or_is_unknown_was_not_spared() -> None:
+    one = PILOTS[:1]
+    gone = {"7": JobInfo("7", JobState.PENDING)}
+    for after in ([gone, gone], [{"7": unknown("7")}] * 3, [runs(None, restarts=1)] * 3):
+        events, _ = poll([runs(20.0), *after], one)
+        assert [type(event) for event in events] == [PilotLeaving], after
