@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
-from flexslurm.control.members import AgentRecord
+from flexslurm.control.members import Members
 from flexslurm.messages import Message, NodeReadings
 
 MOST_AGENTS = 16_384
@@ -14,9 +12,10 @@ MOST_AGENTS = 16_384
 
 
 class NodeBook:
-    """`take` what agents say, `by_node` for metrics."""
+    """`take` what agents say; `by_node` is what metrics ask for at each scrape."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._readings: dict[str, NodeReadings] = {}
 
     def take(self, sender: str, message: Message) -> bool:
@@ -29,8 +28,9 @@ class NodeBook:
                 del self._readings[next(iter(self._readings))]
         return True
 
-    def by_node(self, agents: Mapping[str, AgentRecord]) -> dict[str, NodeReadings]:
+    def by_node(self) -> dict[str, NodeReadings]:
         """Of members alone. Agents of one node see the same ports, and cards of their own."""
+        agents = self._members.agents
         self._readings = {who: told for who, told in self._readings.items() if who in agents}
         found: dict[str, NodeReadings] = {}
         for who, told in self._readings.items():

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexslurm.config.site import GpuType
 from flexslurm.control.gpu_readings import GpuReader
 from flexslurm.control.inventory import gpus_of_node
-from flexslurm.control.members import AgentRecord
+from flexslurm.control.members import AgentRecord, Members
 from flexslurm.control.node_watch import NodeWatch
 from flexslurm.errors import EnvironmentFault
 from flexslurm.gateway.metrics import Metrics
@@ -146,9 +146,11 @@ def test_the_page_has_every_port_and_card_by_node(tree: Path, nvml: FakeNvml) ->
     watch.start()
     ports = taken(watch).ports
     watch.close()
-    book, metrics = NodeBook(), Metrics("m")
+    members, metrics = Members(), Metrics("m")
     agents = {"a-1": agent("a-1", "n1"), "a-2": agent("a-2", "n1")}
-    metrics.watch_nodes(lambda: book.by_node(agents))
+    members.agents = agents
+    book = NodeBook(members)
+    metrics.watch_nodes(book.by_node)
     assert book.take("a-1", NodeReadings(incarnation="a-1", ports=ports, gpus=reader.read()))
     assert book.take("a-2", NodeReadings(incarnation="a-2", ports=ports))
     assert book.take("a-3", NodeReadings(incarnation="a-3", ports=ports))  # no member
