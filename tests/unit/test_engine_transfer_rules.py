@@ -121,3 +121,11 @@ def test_faults_from_a_file_that_changes(tmp_path: Path) -> None:
         faults.arm("")
         victim.kill()
         victim.wait(10)
+
+
+def test_the_page_of_faults_has_them_all(root: Path) -> None:
+    page = (root / "docs" / "faults.md").read_text()
+    for point in faults.Point:
+        assert f"`{point}`" in page
+    for deed in faults.Deed:
+        assert f"| `{deed}" in page
