@@ -242,7 +242,9 @@ def _oracle_one(whole: Any, ask: Ask) -> list[int]:
                 token = int(logits.argmax())
             else:
                 params = SamplingParams(
-                    temperature=ask.sampling["temperature"], seed=ask.sampling["seed"]
+                    temperature=ask.sampling["temperature"],
+                    top_p=ask.sampling.get("top_p", 1.0),
+                    seed=ask.sampling["seed"],
                 )
                 token = sample(logits, [ChunkSampling(params=params, position=position)])[0][0]
             tokens.append(token)
