@@ -24,6 +24,8 @@ class Detach:
 
     replicas: tuple[ReplicaKey, ...]
     reason: str
+    failed: bool = False
+    """They could not go on: what was in a step may be why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ class Effects(Protocol):
         """On disk when it returns, with `sync`."""
         ...
 
-    def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
-        """Close these replicas' drivers; their sequences wait."""
+    def detach(self, replicas: Sequence[ReplicaKey], reason: str, *, failed: bool = False) -> None:
+        """Close these replicas' drivers, which `failed` or not; their sequences wait."""
         ...
 
     def meet_epoch(self, epoch: int) -> None: ...
@@ -108,8 +108,8 @@ class Controller:
                     self.take(Unreachable(to))
             case Record(record, sync):
                 self._effects.record(record, sync=sync)
-            case Detach(replicas, reason):
-                self._effects.detach(replicas, reason)
+            case Detach(replicas, reason, failed):
+                self._effects.detach(replicas, reason, failed=failed)
             case MeetEpoch(epoch):
                 self._effects.meet_epoch(epoch)
             case ForgetEpoch(epoch):

@@ -194,15 +194,18 @@ class Driver:
         if not self._sent_at:
             self._progress_at = now
         self._sent_at[batch.step] = now
-        self._send_all(
-            Step(
-                epoch=self.epoch,
-                replica=self.replica_index,
-                step=batch.step,
-                chunks=batch.chunks,
-                freed=batch.freed,
-            )
+        step = Step(
+            epoch=self.epoch,
+            replica=self.replica_index,
+            step=batch.step,
+            chunks=batch.chunks,
+            freed=batch.freed,
         )
+        try:
+            self._send_all(step)
+        except Exception as error:
+            self._break(f"step {batch.step} could not be sent: {error}")  # it is never answered
+            raise
         return True
 
     def _tell_freed(self) -> None:

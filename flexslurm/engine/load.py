@@ -38,6 +38,8 @@ class LiveSequence(msgspec.Struct, frozen=True):
 
     request: SequenceRequest
     output: tuple[int, ...] = ()
+    in_step: bool = False
+    """A step that it takes part in is not answered."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

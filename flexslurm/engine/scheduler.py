@@ -182,7 +182,8 @@ class Scheduler:
 
     def live(self) -> list[LiveSequence]:
         """All sequences that have not ended, by arrival."""
-        return [LiveSequence(s.request, tuple(s.output)) for s in self._roster.in_order()]
+        every = self._roster.in_order()
+        return [LiveSequence(s.request, tuple(s.output), s.step is not None) for s in every]
 
     @property
     def idle(self) -> bool:
@@ -396,5 +397,4 @@ class Scheduler:
         self._roster.check_invariants(self.pool)
 
     def _in_flight_sequences(self, step: int | None) -> list[Sequence]:
-        entries = self._in_flight.get(step, ()) if step is not None else ()
-        return [entry.sequence for entry in entries]
+        return [e.sequence for e in self._in_flight.get(-1 if step is None else step, ())]

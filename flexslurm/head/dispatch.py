@@ -22,6 +22,7 @@ import msgspec
 from flexslurm.engine.load import LiveSequence, Load
 from flexslurm.gateway.router import Placement, ReplicaLoad, Verdict, choose
 from flexslurm.head.stream import Channel
+from flexslurm.head.suspicion import Suspicion
 from flexslurm.messages import SequenceRequest
 
 _MOST = 2**62  # more tokens than any context
@@ -61,7 +62,7 @@ class Live:
 
     __slots__ = (
         "accepted_s", "cap_output", "channel", "first_s", "last_s", "longest_gap_s", "most_tokens",
-        "moves", "outgrown", "output", "placed", "request", "unfit_since_s",
+        "moves", "outgrown", "output", "placed", "request", "suspicion", "unfit_since_s",
     )  # fmt: skip
 
     def __init__(self, request: SequenceRequest, channel: Channel, now: float) -> None:
@@ -83,6 +84,7 @@ class Live:
         self.outgrown = False
         """It has tokens up to the limit of a gear, and waits since."""
         self.unfit_since_s: float | None = None
+        self.suspicion = Suspicion()
 
     @property
     def tokens(self) -> int:
@@ -111,10 +113,20 @@ class Totals(msgspec.Struct, frozen=True):
 class _Seat:
     """An attached driver, with what the router weighs it by."""
 
-    __slots__ = ("driver", "ramp", "speed")
+    __slots__ = ("driver", "ramp", "speed", "tried")
 
     def __init__(self, driver: ReplicaDriver, speed: float, ramp: float) -> None:
         self.driver, self.speed, self.ramp = driver, speed, ramp
+        self.tried: Live | None = None
+        """The last suspect that was placed here."""
+
+    @property
+    def tries_one(self) -> bool:
+        """Whether it runs a suspect now."""
+        live = self.tried
+        if live is None or live.placed is None or not live.suspicion.suspect:
+            return False
+        return live.placed.replica == self.driver.seat
 
     def load(self) -> ReplicaLoad:
         load = self.driver.load()
@@ -228,7 +240,8 @@ class Dispatch:
         """Give held sequences to replicas, by arrival, as far as there is room.
 
         One that finds no room keeps younger ones off every replica that it fits itself, so it is
-        not overtaken; replicas too small for it may still take them.
+        not overtaken; replicas too small for it may still take them. Suspects go one to a replica
+        at a time, and one that waits for its turn is overtaken.
         """
         seats = {number: seat for number, seat in self._seats.items() if seat.driver.serving}
         if not self._held or not seats:
@@ -242,6 +255,10 @@ class Dispatch:
                 break
             wanted = min(live.most_tokens, largest)
             fit = [load for load in loads.values() if wanted <= load.max_context < below]
+            if live.suspicion.suspect:
+                fit = [load for load in fit if not seats[load.replica].tries_one]
+                if not fit:
+                    continue
             placement = choose(fit, live.tokens, live.most_tokens) if fit else None
             if placement is None or placement.replica is None:
                 below = min(below, wanted)
@@ -258,6 +275,8 @@ class Dispatch:
         cap = placement.cap_tokens
         live.placed, live.outgrown = placement, False
         live.cap_output = None if cap is None else cap - len(live.request.prompt)
+        if live.suspicion.suspect:
+            self._seats[replica].tried = live
         driver = self._seats[replica].driver
         driver.submit(live.request, tuple(live.output), partly=cap is not None)
 

@@ -121,10 +121,10 @@ class HeadEffects:
         except OSError as error:
             raise unwritable(self._journal.path, error) from error
 
-    def detach(self, replicas: Sequence[ReplicaKey], reason: str) -> None:
+    def detach(self, replicas: Sequence[ReplicaKey], reason: str, *, failed: bool = False) -> None:
         self.moves.before_detach(replicas)
         self.away.before_detach(replicas)
-        self.replicas.detach(replicas, reason)
+        self.replicas.detach(replicas, reason, failed=failed)
 
     def meet_epoch(self, epoch: int) -> None:
         faults.reach(Point.INSTALL)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from flexslurm.engine.load import LiveSequence
-from flexslurm.errors import InvalidRequest, NotServing, RequestAborted, RequestError
+from flexslurm.errors import GenerationFailed, NotServing, RequestAborted, RequestError
 from flexslurm.gateway.port import Limits, Serving
-from flexslurm.gateway.router import check_context, check_queue
+from flexslurm.gateway.router import check_queue
+from flexslurm.head.acceptance import check_request
 from flexslurm.head.dispatch import Dispatch, Live, ReplicaDriver, Totals
 from flexslurm.head.observer import Observer, SequenceSummary, SilentObserver
 from flexslurm.head.stream import Channel, Stream
+from flexslurm.head.suspicion import GUILTY_FAILURES, blame
 from flexslurm.messages import FinishReason, SequenceRequest, ServiceState, TokenEvent
 
 
@@ -102,9 +104,14 @@ class Ledger:
         now = self._now()
         bound = sum(request.stop.max_tokens + 1 for request in requests)
         channel = Channel([request.seq_id for request in requests], bound)
-        for request in requests:
-            self._accept(msgspec.structs.replace(request, arrival=self._next_arrival), channel, now)
-        self._dispatch.place()
+        try:
+            for request in requests:
+                arrival = self._next_arrival
+                self._accept(msgspec.structs.replace(request, arrival=arrival), channel, now)
+            self._dispatch.place()
+        except Exception:
+            self._take_all_back(requests)
+            raise
         return Stream(channel, self.abort, self._abandoned)
 
     def _check(self, requests: Sequence[SequenceRequest]) -> None:
@@ -116,19 +123,9 @@ class Ledger:
         assert len(set(ids)) == len(ids), f"a sequence is given twice: {ids}"
         for request in requests:
             assert request.seq_id not in self._live, f"{request.seq_id} is live already"
-            self._check_lengths(request)
+            check_request(request, self.settings.model_context, self._dispatch.largest)
         new, live = len(requests), len(self._live)
         check_queue(new, live, self._dispatch.places, self.settings.max_waiting)
-
-    def _check_lengths(self, request: SequenceRequest) -> None:
-        prompt, answer = len(request.prompt), request.stop.max_tokens
-        if prompt < 1:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if answer < 1:
-            raise InvalidRequest("at least one token must be asked for", param="max_tokens")
-        check_context(prompt, answer, self.settings.model_context, whose="the model")
-        if self._dispatch.largest is not None:
-            check_context(prompt, answer, self._dispatch.largest)
 
     def _accept(self, request: SequenceRequest, channel: Channel, now: float) -> None:
         if self._on_accept is not None:
@@ -138,6 +135,14 @@ class Ledger:
         live = self._live[request.seq_id] = Live(request, channel, now)
         self._dispatch.queue(live, now)
         self._observer.accepted(request)
+
+    def _take_all_back(self, requests: Sequence[SequenceRequest]) -> None:
+        """No stream is given out for them: what was accepted of them ends here."""
+        lives = [self._live[r.seq_id] for r in requests if r.seq_id in self._live]
+        for live in lives:
+            self._dispatch.release(live)
+        for live in lives:
+            self._end(live, FinishReason.ERROR)
 
     def abort(self, seq_ids: Sequence[str]) -> None:
         """End these sequences without an event; see `Generator.abort`."""
@@ -193,16 +198,28 @@ class Ledger:
         """Close all drivers and keep what they had, waiting; returns it, by arrival."""
         return self.detach(self._dispatch.replicas())
 
-    def detach(self, replicas: Iterable[int]) -> list[LiveSequence]:
-        """Close these replicas' drivers; what they had waits, and goes to others if they fit."""
-        moved = [sequence for replica in replicas for sequence in self._dispatch.detach(replica)]
+    def detach(self, replicas: Iterable[int], *, failed: bool = False) -> list[LiveSequence]:
+        """Close these replicas' drivers; what they had waits, and goes to others if they fit.
+
+        `failed`: these could not go on. What fails by itself again and again is ended.
+        """
+        moved: list[LiveSequence] = []
+        for replica in replicas:
+            had = self._dispatch.detach(replica)
+            moved += had
+            if failed:
+                blame([self._live[one.request.seq_id].suspicion for one in had if one.in_step])
         lives = [self._live[sequence.request.seq_id] for sequence in moved]
         for live, sequence in zip(lives, moved, strict=True):
             assert tuple(live.output) == sequence.output, f"{sequence} is not what was given out"
             live.placed = None
             live.moves += 1
         self._moves += len(moved)
-        self._dispatch.requeue(lives, self._now())
+        guilty = [live for live in lives if live.suspicion.guilty]
+        self._dispatch.requeue([live for live in lives if live not in guilty], self._now())
+        for live in guilty:
+            error = f"steps with it failed, {GUILTY_FAILURES} times in a row with no other suspect"
+            self._end_with(live, FinishReason.ERROR, error, GenerationFailed.code)
         self._dispatch.place()
         return sorted(moved, key=lambda sequence: sequence.request.arrival)
 
@@ -307,12 +324,16 @@ class Ledger:
         if event.token is not None:
             live.output.append(event.token)
             self._time_token(live)
+        cleared = live.suspicion.suspect
+        live.suspicion.clear()
         live.channel.put(event)
         if event.finish is not None:
             self._end(live, event.finish)
             self._dispatch.place()
         elif live.cap_output is not None and len(live.output) >= live.cap_output:
             self._take_back(live)
+        elif cleared:  # others may join it
+            self._dispatch.place()
 
     def _take_back(self, live: Live) -> None:
         """It has outgrown its replica: let it wait for a larger one."""

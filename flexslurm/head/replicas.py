@@ -103,10 +103,10 @@ class Replicas:
         weights = [self._ramps.begin(driver.seat, driver.step_times.count) for driver in drivers]
         return min(weights, default=1.0)
 
-    def detach(self, keys: Iterable[ReplicaKey], reason: str) -> None:
+    def detach(self, keys: Iterable[ReplicaKey], reason: str, *, failed: bool = False) -> None:
         """Close these replicas' drivers; their sequences wait, and go to others if they fit."""
         seats = [self._take_out(key).seat for key in keys if key in self.open]
-        moved = self._ledger.detach(seats)
+        moved = self._ledger.detach(seats, failed=failed)
         log.info("paused %d of the replicas with %d sequences: %s", len(seats), len(moved), reason)
         climbing = set(self._ramps.seats)
         if self.open and all(driver.seat in climbing for driver in self.open.values()):

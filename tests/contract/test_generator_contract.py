@@ -13,7 +13,7 @@ from gateway_fakes import FakeGenerator, in_loop
 from flexslurm.errors import ContextTooLong
 from flexslurm.gateway.port import Generator
 from flexslurm.head.ledger import Ledger, LedgerSettings
-from flexslurm.messages import FinishReason, SequenceRequest, TokenEvent
+from flexslurm.messages import FinishReason, SequenceRequest, ServiceState, TokenEvent
 
 CONTEXT = 64
 
@@ -50,7 +50,7 @@ class LedgerRig:
         self.ledger = Ledger(LedgerSettings(model_context=1024))
         replica = make_replica(max_context=CONTEXT)
         self.workers = FakeWorkers(1, 0, replica, 16, self.ledger.on_event)
-        self.ledger.announce("serving", 1, 1, "a test")
+        self.ledger.announce(ServiceState.SERVING, 1, 1, "a test")
         self.ledger.attach([self.workers.driver])
         self.generator: Generator = self.ledger
 

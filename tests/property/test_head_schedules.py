@@ -29,6 +29,7 @@ class Schedule:
         self.rng = random.Random(seed)
         self.world = HeadWorld(seed, self.rng.choice((ROOMY, ROOMY, TIGHT)))
         self.sizes = {f"f{n}": self.rng.randint(1, 3) for n in range(self.rng.randint(2, 3))}
+        self.crowd = self.rng.choice((1, 1, 4))
         self.number = 0
         self.fault: tuple[str, str] | None = None
         self.told: list[str] = []
@@ -41,7 +42,7 @@ class Schedule:
             world.join(fragment, gpus)
         world.run_until(world.serves, 60)
         for turn in range(rng.randint(2, 5)):
-            for _ in range(rng.randint(1, 5)):
+            for _ in range(rng.randint(1, 5) * self.crowd):
                 self._submit()
             world.run(rng.uniform(0.0, 0.3))
             self.fault = (rng.choice(PHASES), rng.choice(FAULTS))
