@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fake_replica import FakeReplica
 
-from flexslurm.engine.driver import Driver
+from flexslurm.engine.driver import Driver, Hooks
 from flexslurm.engine.ownership import ReplicaAt, ShardMap
 from flexslurm.messages import (
     FreeBlocks,
@@ -81,10 +81,7 @@ class Fleet:
             at.replica,
             self.shards.block_tokens,
             at.workers,
-            send=self._send,
-            emit=self._emit,
-            broken=self.broken.append,
-            now=self._now,
+            Hooks(send=self._send, emit=self._emit, broken=self.broken.append, now=self._now),
             paused=paused,
             seat=self._seats,
         )
@@ -101,12 +98,12 @@ class Fleet:
             if not (pull.epoch == replica.at.epoch and to in mine)
         ]
 
-    def _send(self, worker: str, message: Message) -> None:
+    def _send(self, workers: tuple[str, ...], message: Message) -> None:
         assert isinstance(message, Step | FreeBlocks)
         for replica in self.replicas:
             if replica.at.epoch == message.epoch and replica.at.index == message.replica:
-                if worker == replica.at.workers[-1]:
-                    replica.waiting.append(message)
+                assert workers == replica.at.workers
+                replica.waiting.append(message)
                 return
 
     def find(self, epoch: int, worker: str) -> FleetReplica | None:

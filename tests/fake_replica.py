@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from flexslurm.engine.driver import Driver
+from flexslurm.engine.driver import Driver, Hooks
 from flexslurm.gear import Replica, Stage
 from flexslurm.messages import (
     Chunk,
@@ -164,26 +164,27 @@ class FakeWorkers:
         self.inboxes: dict[str, list[Message]] = {name: [] for name in self.names}
         self.pending: deque[Step | FreeBlocks] = deque()
         self.broken: list[str] = []
+        self.unsendable: Exception | None = None
+        """Raised by whatever is to be sent, where it is set."""
         self.driver = Driver(
             epoch,
             index,
             replica,
             block_tokens,
             self.names,
-            send=self._send,
-            emit=emit,
-            broken=self.broken.append,
-            now=now,
+            Hooks(send=self._send, emit=emit, broken=self.broken.append, now=now),
             paused=paused,
             seat=seat,
         )
 
-    def _send(self, worker: str, message: Message) -> None:
+    def _send(self, workers: tuple[str, ...], message: Message) -> None:
         assert isinstance(message, Step | FreeBlocks) and message.epoch == self.epoch
-        assert message.replica == self.index
-        self.inboxes[worker].append(message)
-        if worker == self.names[-1]:
-            self.pending.append(message)
+        assert message.replica == self.index and workers == self.names
+        if self.unsendable is not None:
+            raise self.unsendable
+        for worker in workers:
+            self.inboxes[worker].append(message)
+        self.pending.append(message)
 
     def answer(self) -> bool:
         """Do the oldest step that waits; whether there was one."""

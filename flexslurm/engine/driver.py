@@ -1,7 +1,7 @@
 """Drives one replica for one epoch: micro-batches out, tokens back; never waits and never decides.
 
 The driver is called by the head's loop (`submit`, `on_step_done`, `tick`, ...) and calls back
-(`send`, `emit`, `broken`). What goes into a step is the scheduler's; what to do about a replica
+(`Hooks`). What goes into a step is the scheduler's; what to do about a replica
 that is broken is the controller's, which closes this driver and gives what is left to another.
 
 Numbers of steps rise by one within an epoch, and the workers do steps in that order. An answer of
@@ -11,6 +11,7 @@ another epoch, or after `close`, belongs to a replica that is no more, and is dr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -50,12 +51,23 @@ class StepTimes(msgspec.Struct, frozen=True):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a driver calls; none of it waits."""
+
+    send: Callable[[tuple[str, ...], Message], object]
+    """To all of these workers at once, so that a step is encoded once."""
+    emit: Callable[[TokenEvent], None]
+    broken: Callable[[str], None]
+    """At most once, with a reason: the replica can serve no more. Nothing is sent after that."""
+    now: Callable[[], float]
+    """Seconds on a clock that only goes forward."""
+
+
 class Driver:
     """One replica of one epoch; its scheduler, and the steps that are not answered.
 
-    `workers` are the replica's workers in slot order; every step goes to all of them. `send_many`,
-    where given, takes all of them at once and encodes the step once. `broken` is called at most
-    once, with a reason, when the replica can serve no more; nothing is sent after that.
+    `workers` are the replica's workers in slot order; every step goes to all of them.
     """
 
     def __init__(
@@ -65,12 +77,8 @@ class Driver:
         replica: Replica,
         block_tokens: int,
         workers: tuple[str, ...],
+        hooks: Hooks,
         *,
-        send: Callable[[str, Message], object],
-        emit: Callable[[TokenEvent], None],
-        broken: Callable[[str], None],
-        now: Callable[[], float],
-        send_many: Callable[[tuple[str, ...], Message], object] | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         seat: int | None = None,
         paused: bool = False,
@@ -89,14 +97,10 @@ class Driver:
         self.broken_reason: str | None = None
         self.dropped = 0
         """Answers that came too late: of another epoch, or after the end."""
-        self._send = send
-        self._send_many = send_many
-        self._emit = emit
-        self._broken = broken
-        self._now = now
+        self._hooks = hooks
         self._step_timeout_s = step_timeout_s
         self._sent_at: dict[int, float] = {}
-        self._progress_at = now()
+        self._progress_at = hooks.now()
         self._paused = paused
         self._emitting = False
 
@@ -190,7 +194,7 @@ class Driver:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        now = self._now()
+        now = self._hooks.now()
         if not self._sent_at:
             self._progress_at = now
         self._sent_at[batch.step] = now
@@ -202,7 +206,7 @@ class Driver:
             freed=batch.freed,
         )
         try:
-            self._send_all(step)
+            self._hooks.send(self.workers, step)
         except Exception as error:
             self._break(f"step {batch.step} could not be sent: {error}")  # it is never answered
             raise
@@ -212,14 +216,8 @@ class Driver:
         """What is free is free at once where no step follows that would say so."""
         freed = self.scheduler.tell_freed()
         if freed:
-            self._send_all(FreeBlocks(epoch=self.epoch, replica=self.replica_index, blocks=freed))
-
-    def _send_all(self, message: Step | FreeBlocks) -> None:
-        if self._send_many is not None:
-            self._send_many(self.workers, message)
-            return
-        for worker in self.workers:
-            self._send(worker, message)
+            told = FreeBlocks(epoch=self.epoch, replica=self.replica_index, blocks=freed)
+            self._hooks.send(self.workers, told)
 
     def on_step_done(self, message: StepDone) -> None:
         """Take a step's tokens, emit their events, send what can be sent next."""
@@ -233,13 +231,13 @@ class Driver:
             self._break(f"worker {message.worker}: {error.message}")
             return
         assert sent_at is not None, f"step {message.step} was in flight and not sent"
-        self._progress_at = self._now()
+        self._progress_at = self._hooks.now()
         took_s = self._progress_at - sent_at
         self.step_times = self.step_times.with_step(took_s, message.compute_s)
         self.pump()  # first, so that the workers compute while the events go out
         self._emitting = True
         for event in events:
-            self._emit(event)
+            self._hooks.emit(event)
         self._emitting = False
         self.pump()
         if self.scheduler.empty:
@@ -273,4 +271,4 @@ class Driver:
     def _break(self, reason: str) -> None:
         if self.serving:
             self.broken_reason = reason
-            self._broken(reason)
+            self._hooks.broken(reason)

@@ -60,9 +60,7 @@ class HeadEffects:
         self._journal, self._tell, self._switched, self._now = journal, tell, switched, now
         self._socket: HeadSocket | None = None
         self._board = RendezvousBoard()
-        self.replicas = Replicas(
-            ledger, send=self.send, send_many=self._send_many, broken=self._broken, now=now
-        )
+        self.replicas = Replicas(ledger, send=self._send_many, broken=self._broken, now=now)
         tickets = Tickets()
         self.away = Away(
             self.replicas,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexslurm.control.installed import InstalledReplica, ReplicaKey
-from flexslurm.engine.driver import Driver
+from flexslurm.engine.driver import Driver, Hooks
 from flexslurm.head.ledger import Adoption, Ledger
 from flexslurm.head.ramp import Ramps
 from flexslurm.messages import Message, StepDone, StepFailed
@@ -27,12 +27,11 @@ class Replicas:
         self,
         ledger: Ledger,
         *,
-        send: Callable[[str, Message], object],
-        send_many: Callable[[tuple[str, ...], Message], object],
+        send: Callable[[tuple[str, ...], Message], object],
         broken: Callable[[ReplicaKey, str], None],
         now: Callable[[], float],
     ) -> None:
-        self._ledger, self._send, self._send_many = ledger, send, send_many
+        self._ledger, self._send = ledger, send
         self._broken, self._now = broken, now
         self.open: dict[ReplicaKey, Driver] = {}
         self._arriving: dict[ReplicaKey, Driver] = {}
@@ -55,11 +54,12 @@ class Replicas:
             one.replica,
             block_tokens,
             one.workers,
-            send=self._send,
-            send_many=self._send_many,
-            emit=self._ledger.on_event,
-            broken=lambda reason: self._broken(key, reason),
-            now=self._now,
+            Hooks(
+                send=self._send,
+                emit=self._ledger.on_event,
+                broken=lambda reason: self._broken(key, reason),
+                now=self._now,
+            ),
             seat=next(seat for seat in itertools.count() if seat not in taken),
             paused=True,
         )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fake_replica import make_replica, make_request
 
-from flexslurm.engine.driver import Driver
+from flexslurm.engine.driver import Driver, Hooks
 from flexslurm.engine.scheduler import Scheduler
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.messages import Message, SampledToken, Step, StepDone, TokenEvent
@@ -74,7 +74,7 @@ def test_the_whole_way_of_a_steps_tokens(running: int, target_us: float) -> None
     encoder = msgspec.msgpack.Encoder()
     steps: list[Step] = []
 
-    def send(worker: str, message: Message) -> None:
+    def send(workers: tuple[str, ...], message: Message) -> None:
         assert isinstance(message, Step)
         encoder.encode(message)
         steps.append(message)
@@ -88,10 +88,7 @@ def test_the_whole_way_of_a_steps_tokens(running: int, target_us: float) -> None
         _replica(running),
         BLOCK,
         ("w",),
-        send=send,
-        emit=emit,
-        broken=pytest.fail,
-        now=time.monotonic,
+        Hooks(send=send, emit=emit, broken=pytest.fail, now=time.monotonic),
     )
     ledger.attach([driver])
     streams = [

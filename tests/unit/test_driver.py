@@ -8,7 +8,7 @@ import sys
 import pytest
 from fake_replica import Answers, FakeWorkers, make_replica, make_request, undisturbed
 
-from flexslurm.engine.driver import Driver
+from flexslurm.engine.driver import Driver, Hooks
 from flexslurm.gear import Replica
 from flexslurm.messages import Message, SampledToken, Step, StepDone, StepFailed, TokenEvent
 
@@ -49,7 +49,7 @@ def test_all_workers_get_all_steps_in_order() -> None:
     assert rig.driver.idle and rig.driver.load().free_blocks == 64
 
 
-def test_send_many_takes_all_workers_at_once() -> None:
+def test_a_step_is_sent_to_all_workers_at_once() -> None:
     sent: list[tuple[tuple[str, ...], Message]] = []
     driver = Driver(
         1,
@@ -57,11 +57,12 @@ def test_send_many_takes_all_workers_at_once() -> None:
         make_replica(tp=2),
         4,
         ("a", "b"),
-        send=lambda worker, message: pytest.fail("one by one"),
-        send_many=lambda workers, message: sent.append((workers, message)),
-        emit=lambda event: None,
-        broken=pytest.fail,
-        now=lambda: 0.0,
+        Hooks(
+            send=lambda workers, message: sent.append((workers, message)),
+            emit=lambda event: None,
+            broken=pytest.fail,
+            now=lambda: 0.0,
+        ),
     )
     driver.submit(make_request())
     driver.pump()
@@ -76,10 +77,12 @@ def test_the_next_step_goes_out_before_the_events_of_the_last() -> None:
         make_replica(),
         4,
         ("w",),
-        send=lambda worker, message: order.append("step"),
-        emit=lambda event: order.append("event"),
-        broken=pytest.fail,
-        now=lambda: 0.0,
+        Hooks(
+            send=lambda workers, message: order.append("step"),
+            emit=lambda event: order.append("event"),
+            broken=pytest.fail,
+            now=lambda: 0.0,
+        ),
     )
     driver.submit(make_request())
     driver.pump()

@@ -10,7 +10,7 @@ from ledger_rig import Rig, taken
 from flexslurm.errors import GenerationFailed, InvalidRequest
 from flexslurm.head.stream import Stream
 from flexslurm.head.suspicion import GUILTY_FAILURES, SUSPECT_FAILURES
-from flexslurm.messages import FinishReason, Message, SequenceRequest, Step, StepFailed
+from flexslurm.messages import FinishReason, SequenceRequest, Step, StepFailed
 
 
 def poisoned(request: SequenceRequest) -> SequenceRequest:
@@ -35,19 +35,13 @@ def test_a_request_is_taken_back_whole_when_placing_it_raises() -> None:
     rig = Rig()
     gear = rig.attach(make_replica(max_batch=2))
     workers = gear.workers[0]
-    sent = workers.driver._send
-
-    def fail(worker: str, message: Message) -> None:
-        raise OverflowError("a bug")
-
-    workers.driver._send = fail
+    workers.unsendable = OverflowError("a bug")
     with pytest.raises(OverflowError):
         rig.submit(*(make_request(f"r/{n}") for n in range(3)))
     rig.ledger.check_invariants()
     assert rig.ledger.empty and workers.driver.load().running == 0
     assert sorted(rig.journal) == ["+r/0", "+r/1", "+r/2", "-r/0", "-r/1", "-r/2"]
     assert workers.broken == ["step 0 could not be sent: a bug"]  # nobody will answer that step
-    workers.driver._send = sent
     rig.ledger.detach([0], failed=True)
     again = make_request("r/0")
     stream = rig.submit(again)
