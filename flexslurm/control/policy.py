@@ -114,7 +114,7 @@ def _forced_by_loss(seen: Observation, settings: PolicySettings) -> Decision:
     why = f"lost {', '.join(seen.lost)}" if seen.lost else "nothing serves"
     chosen = _pick(seen, settings)
     if seen.first:
-        why = "the first gear" if chosen is not None else "waiting for GPUs that hold the model"
+        why = "the first gear" if chosen is not None else _awaited(seen.best)
     if chosen is not None:
         words = f"{why}: {chosen.gear.name} fits {'what is here' if seen.first else 'what is left'}"
         return Decision(chosen.gear, words + _which(chosen, seen, settings))
@@ -123,6 +123,12 @@ def _forced_by_loss(seen: Observation, settings: PolicySettings) -> Decision:
         return Decision(late, f"{why}: {late.name} fits what is left with leaving GPUs")
     what = "" if seen.first else ", and nothing fits what is left"
     return Decision(None, f"{why}{what}: {_why_not(seen, settings)}")
+
+
+def _awaited(best: Gear | NoGear) -> str:
+    """Before anything has served."""
+    short = isinstance(best, NoGear) and best.short_bytes
+    return "waiting for more GPUs" if short else "waiting for the first gear"
 
 
 def _forced_by_notice(seen: Observation, settings: PolicySettings) -> Decision:

@@ -261,3 +261,16 @@ def test_the_fallback_plan_is_for_when_nothing_else_fits(current: str | None) ->
     assert alone.gear == c
     assert "is the fallback plan" in alone.reason
     assert decide(seen(a, c), settings).gear is None, "a is not left for the fallback plan"
+
+
+def test_at_the_first_start_it_says_what_is_waited_for() -> None:
+    short = NoGear(Signature(), "the model needs 3 GB more", short_bytes=3)
+    waits = decide(seen(None, short, best_with_leaving=short, first=True), SETTINGS)
+    assert waits.reason == "waiting for more GPUs: the model needs 3 GB more"
+    planned = NoGear(Signature(), "the gear of a:1 is still being planned")
+    waits = decide(seen(None, planned, best_with_leaving=planned, first=True), SETTINGS)
+    assert waits.reason == "waiting for the first gear: the gear of a:1 is still being planned"
+    first = decide(seen(None, gear("one", 70.0), first=True), SETTINGS)
+    assert first.reason == "the first gear: one fits what is here (70 tokens/s)"
+    later = decide(seen(None, NOTHING, best_with_leaving=NOTHING), SETTINGS)
+    assert later.reason == "nothing serves, and nothing fits what is left: 40 bytes are short"
