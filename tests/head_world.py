@@ -86,7 +86,7 @@ def random_gear(rng: random.Random, signature: Signature, name: str) -> Gear | N
         depth = rng.choice((1, 2, 3))
         stages: list[Stage] = []
         ends = [0, *sorted(rng.sample(range(1, LAYERS), depth - 1)), LAYERS]
-        blocks = rng.choice((12, 14, 24, 40))
+        blocks = rng.choice((12, 12, 16, 40))
         for lo, hi in itertools.pairwise(ends):
             nodes = [n for n, left in enumerate(free) if left]
             if not nodes:

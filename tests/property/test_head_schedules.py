@@ -16,7 +16,7 @@ PHASES = ("plan_shift", "meet_epoch", "begin_transfer", "after begin_transfer", 
           "after begin_cutover", "switch_over", "after switch_over", "park_all",
           "after park_all")  # fmt: skip
 FAULTS = ("kill source", "kill target", "hang source", "hang target", "kill node", "notice",
-          "failing pulls", "failing install", "failing step", "another gear", "best gear",
+          "failing pulls", "failing pulls", "failing install", "failing step", "another gear", "best gear",
           "cordon", "notice to all", "nothing")  # fmt: skip
 ROOMY, TIGHT = 64 << 20, 400_000
 
@@ -27,7 +27,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.world = HeadWorld(seed, self.rng.choice((ROOMY, ROOMY, TIGHT)))
+        self.world = HeadWorld(seed, self.rng.choice((ROOMY, TIGHT)))
         self.sizes = {f"f{n}": self.rng.randint(1, 3) for n in range(self.rng.randint(2, 3))}
         self.crowd = self.rng.choice((1, 1, 4))
         self.number = 0
