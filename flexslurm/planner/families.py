@@ -17,15 +17,16 @@ class Config:
     def __init__(self, values: Mapping[str, object], family: str) -> None:
         self._values, self.family = values, family
 
-    def whole(self, key: str, default: object = _ABSENT, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def whole(self, key: str, default: object = _ABSENT, least: int = 1, most: int = 2**30) -> int:
+        """A whole number from `least` to `most`."""
         value = self._values.get(key)
         if value is None:
             if default is _ABSENT:
                 raise ModelError(f"the configuration of this {self.family} model has no '{key}'")
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ModelError(f"'{key}' must be a whole number of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            words = f"must be a whole number from {least} to {most}, not {value!r}"
+            raise ModelError(f"'{key}' {words}")
         return value
 
     def experts(self) -> int:
@@ -65,7 +66,7 @@ class _Parts:
                 f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly"
             )
         self.vocab = config.whole("vocab_size")
-        self.layers = config.whole("num_hidden_layers")
+        self.layers = config.whole("num_hidden_layers", most=4096)
         self.max_context = config.whole("max_position_embeddings", 2048)
         self.head_dim = config.whole("head_dim", max(1, self.hidden // self.heads))
         self.attention_dim = self.heads * self.head_dim
