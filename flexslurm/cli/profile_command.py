@@ -6,15 +6,21 @@ The measuring is `engine.profiling`'s, the file's form `planner.profiles`'.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import Site
-    from flexslurm.engine.trial import Outcome, Run, Trial
+    from flexslurm.engine.trial import Outcome, Run, Served, Trial
+    from flexslurm.planner.problem import Problem, StageKind
+    from flexslurm.planner.profiles import Profile, Row
 
+SERVED_TOKENS = 32
+"""Prompt and answer of the requests that are served."""
 _COUNT = click.IntRange(min=1)
 
 
@@ -62,6 +68,12 @@ _COUNT = click.IntRange(min=1)
     help="For the measurements of one file; what does not fit is left out.",
 )
 @click.option(
+    "--serve/--no-serve",
+    default=True,
+    show_default=True,
+    help="Serve the model for a while, to see what a cycle takes besides the stages.",
+)
+@click.option(
     "--out",
     "folder",
     type=click.Path(path_type=Path),
@@ -100,9 +112,12 @@ def profile_once(site: Site, tp: int, options: dict[str, Any]) -> Path:
 
     trial = plan_trial(site, tp, options)
     where = Where(options["local"], options["partition"], options["gpu_type"], options["wait"])
-    outcome = run_trial(trial, site, where, options["folder"], say)
+    served = plan_serving(site, tp, options, say) if options["serve"] else None
+    outcome = run_trial(trial, served, site, where, options["folder"], say)
     if outcome.left_out:
         say(f"{outcome.left_out} measurements were left out: --minutes is over")
+    if outcome.unserved:
+        say(f"what a cycle takes besides the stages is not known: {outcome.unserved}")
     return write(outcome, site, tp, options)
 
 
@@ -166,6 +181,64 @@ def with_pacing(
     )
 
 
+def plan_serving(
+    site: Site, tp: int, options: dict[str, Any], say: Callable[[str], None]
+) -> ServeAsk | None:
+    """One replica of one stage, full; None, said, where the GPUs do not hold the whole model."""
+    from flexslurm.cli.served_trial import ServeAsk
+    from flexslurm.config.site import MeasuredSettings
+    from flexslurm.planner.problem import StageKind
+
+    problem = served_problem(site, options)
+    load, limits = problem.workload, problem.limits
+    blocks = int(problem.blocks(StageKind(options["gpu_type"], tp))[0, problem.layers])
+    batch = min(limits.max_batch, blocks // problem.sequence_blocks)
+    if batch < 1:
+        say(f"{tp} {options['gpu_type']} do not hold the whole model: it is not served")
+        return None
+    alone = site.model_copy(update={"measured": MeasuredSettings()})
+    return ServeAsk(
+        site=alone.model_dump(mode="json"), model=str(options["model"].absolute()),
+        dtype=options["dtype"], gpu_type=options["gpu_type"], tp=tp, layers=problem.layers,
+        batch=batch, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens,
+        block_tokens=limits.block_tokens, max_batch_tokens=limits.max_batch_tokens,
+    )  # fmt: skip
+
+
+def served_problem(
+    site: Site, options: dict[str, Any], profiles: Mapping[StageKind, Profile] | None = None
+) -> Problem:
+    """The planner's view of the replica that is served, without what a cycle takes besides."""
+    import msgspec
+
+    from flexslurm.planner.files import load_acted, load_spec
+    from flexslurm.planner.problem import Problem
+    from flexslurm.planner.topology import Topology
+    from flexslurm.planner.workload import Goal, Limits, Workload
+
+    spec = load_spec(str(options["model"]), options["dtype"])
+    topology = msgspec.structs.replace(Topology.from_site(site, options["dtype"]), step_s=0.0)
+    context = min(options["max_context"], spec.max_context)
+    prompt = max(1, min(SERVED_TOKENS, options["max_tokens"], context // 2))
+    goal = Goal(
+        Workload(prompt, min(SERVED_TOKENS, context - prompt)),
+        limits=Limits(
+            block_tokens=options["block_tokens"], max_batch=options["max_batch"],
+            max_batch_tokens=options["max_tokens"], max_context=context,
+        ),
+    )  # fmt: skip
+    return Problem(spec, topology, goal, load_acted(topology, options["dtype"]), profiles)
+
+
+def head_row(served: Served, profile: Profile, site: Site, options: dict[str, Any]) -> Row:
+    """What a cycle of the replica that was served took more than its stage's step."""
+    from flexslurm.planner.profiles import Row
+
+    problem = served_problem(site, options, {profile.kind: profile})
+    step_s = float(problem.times(profile.kind, served.batch, 1)[0, served.layers])
+    return Row("head", served.layers, served.batch, 0, max(0.0, served.cycle_s - step_s))
+
+
 def write(outcome: Outcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
     """The profile's file, read back before anybody relies on it."""
     from flexslurm.engine.trial import check_rows, rows_of
@@ -180,6 +253,9 @@ def write(outcome: Outcome, site: Site, tp: int, options: dict[str, Any]) -> Pat
     name = load_spec(str(options["model"]), dtype).name
     about = {"model": name, "gpu_type": gpu_type, "tp": tp, "dtype": dtype}
     text = write_profile(about, rows)
+    if outcome.served is not None:
+        profile = read_profile(text, "the trial")
+        text = write_profile(about, [*rows, head_row(outcome.served, profile, site, options)])
     path: Path = options["folder"] / f"{name}-{gpu_type}-tp{tp}-{dtype}.csv"
     read_profile(text, str(path))
     try:

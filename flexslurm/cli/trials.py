@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flexslurm import errors
+from flexslurm.cli.served_trial import CYCLES_S, START_S, ServeAsk
 from flexslurm.config.site import Site
 from flexslurm.engine.trial import Outcome, Trial
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, SlurmError
@@ -23,6 +24,7 @@ from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError,
 Say = Callable[[str], None]
 
 _POLL_S = 0.2
+_STOP_S = 45.0
 _START_S = 240.0
 """Importing, building stages and ending, beside the measurements."""
 
@@ -38,14 +40,20 @@ class Where:
     """How long a job may wait for its GPUs."""
 
 
-def run_trial(trial: Trial, site: Site, where: Where, home: Path, say: Say) -> Outcome:
+def run_trial(
+    trial: Trial, served: ServeAsk | None, site: Site, where: Where, home: Path, say: Say
+) -> Outcome:
     """The trial's outcome; raises the error it ended with.
 
-    `home` is a directory that the node sees too. What is written below it is removed.
+    `served`: what is served afterwards. `home` is a directory that the node sees too; what is
+    written below it is removed.
     """
     with _workplace(home) as place:
         (place / "trial.json").write_bytes(msgspec.json.encode(trial))
         limit_s = _START_S + trial.budget_s
+        if served is not None:
+            (place / "serve.json").write_bytes(msgspec.json.encode(served))
+            limit_s += START_S + 3 * CYCLES_S
         if where.local:
             _run_here(place, site, limit_s, say)
         else:
@@ -67,10 +75,11 @@ def _workplace(home: Path) -> Iterator[Path]:
 
 
 def _command(place: Path) -> tuple[str, ...]:
-    module = "flexslurm.engine.profiling"
-    return (
-        sys.executable, "-u", "-m", module, str(place / "trial.json"), str(place / "result.json"),
-    )  # fmt: skip
+    module = "flexslurm.cli.trial_process"
+    files = [place / "trial.json", place / "result.json"]
+    if (place / "serve.json").exists():
+        files.append(place / "serve.json")
+    return (sys.executable, "-u", "-m", module, *map(str, files))
 
 
 def _read(place: Path) -> Outcome:
@@ -108,8 +117,17 @@ def _run_here(place: Path, site: Site, limit_s: float, say: Say) -> None:
                     raise DeadlineExceeded(f"the trial did not end within {limit_s:g} s")
                 time.sleep(_POLL_S)
         finally:
-            process.kill()  # its ranks go with it
+            _end(process)
     follow()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It ends what it has started: its ranks, and a service."""
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 # ------------------------------------------------------------------------------------ as a job

@@ -1,8 +1,7 @@
-"""`python -m flexslurm.engine.profiling PLAN RESULT`: runs a trial on this node's GPUs.
+"""Runs a trial on this node's GPUs: times steps of stages, and leaves no process behind.
 
 One process for each rank of the tensor-parallel group, forked from one that has imported
 everything. The parent tells all ranks each step and takes the slowest's time; it never computes.
-RESULT gets a `trial.Outcome` whatever happens; what is under way goes to standard output.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -290,22 +288,3 @@ def run(trial: Trial, say: Say) -> Outcome:
                 ranks.close()
     except FlexslurmError as error:
         return Outcome(error=error.message, hint=error.hint, kind=type(error).__name__)
-
-
-def main(argv: list[str]) -> int:
-    plan, result = Path(argv[1]), Path(argv[2])
-
-    def say(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
-    trial = msgspec.json.decode(plan.read_bytes(), type=Trial)
-    outcome = run(trial, say)
-    part = result.with_name(result.name + ".part")
-    part.write_bytes(msgspec.json.encode(outcome))
-    part.replace(result)
-    return 1 if outcome.error else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -111,12 +111,25 @@ class Measured(msgspec.Struct, frozen=True):
     """What the stage of one layer took for the same step."""
 
 
+class Served(msgspec.Struct, frozen=True):
+    """A replica of one stage, as it served: each of `batch` sequences got a token a cycle."""
+
+    layers: int
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    cycle_s: float
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """What the measuring process leaves: measurements, or why there are none."""
 
     measured: tuple[Measured, ...] = ()
     left_out: int = 0
     """Measurements for which there was no time."""
+    served: Served | None = None
+    unserved: str = ""
+    """Why it could not be served."""
     error: str = ""
     hint: str | None = None
     kind: str = ""

@@ -54,6 +54,9 @@ class StepTimes(Protocol):
     @property
     def load_layer_s(self) -> float: ...
 
+    @property
+    def head(self) -> Callable[[float], float] | None: ...
+
 
 class Tier(msgspec.Struct, frozen=True):
     """What is given up when nothing meets all that was asked for."""
@@ -152,14 +155,22 @@ class Problem:
         """Mean seconds of a step with `slots` sequences, in a pipeline of `depth` stages.
 
         Infinite for no layers. All stages work on a micro-batch each, and pass on together: a step
-        is as long as one with prefill where any of the micro-batches brings some.
+        is as long as one with prefill where any of the micro-batches brings some. Has its part of
+        what a cycle takes besides, where that was measured to be more than `Topology.step_s`.
         """
         load = self.load
         share = load.prefill_share(slots * depth)
-        mixed = self._cached(kind, "mixed", slots)
-        if share >= 1.0:
-            return mixed
-        return (1.0 - share) * self._cached(kind, "decode", slots) + share * mixed
+        times = self._cached(kind, "mixed", slots)
+        if share < 1.0:
+            times = (1.0 - share) * self._cached(kind, "decode", slots) + share * times
+        return times + self._more_s(kind, slots * depth) / depth
+
+    def _more_s(self, kind: StageKind, batch: int) -> float:
+        """What a cycle takes besides its steps, beyond what `cycle_s` counts for every kind."""
+        profile = self.profiles.get(kind)
+        if profile is None or profile.head is None:
+            return 0.0
+        return max(0.0, profile.head(batch) - self.topology.step_s)
 
     def full_times(self, kind: StageKind, slots: int) -> Floats:
         """As `times`, of a step in which a sequence brings as much prefill as it may hold."""

@@ -8,6 +8,7 @@ A profile is of one model on one stage kind. Its rows are `phase,layers,batch,co
     first    what a stage adds that holds the embedding, for `batch` new tokens
     last     what a stage adds that holds the head, for `batch` tokens whose logits are wanted
     load     reading the weights of `layers` layers
+    head     what a served cycle of `batch` sequences takes besides the stage's step
 
 A line `# model=NAME gpu_type=TYPE tp=N dtype=DTYPE` before them says of what. Decode and prefill
 rows are of `layers` layers without the ends, all-reduces included.
@@ -28,7 +29,7 @@ from flexslurm.errors import ConfigError
 from flexslurm.planner.problem import StageKind
 
 COLUMNS = ("phase", "layers", "batch", "context", "seconds")
-PHASES = ("decode", "prefill", "step", "first", "last", "load")
+PHASES = ("decode", "prefill", "step", "first", "last", "load", "head")
 
 
 class Row(NamedTuple):
@@ -75,6 +76,8 @@ class Profile(msgspec.Struct, frozen=True):
     first: Ramp
     last: Ramp
     load_layer_s: float
+    head: Ramp | None
+    """By sequences: from the stage's token to its next step; None: not measured."""
     new_tokens: tuple[float, float]
     """The range measured."""
     context_tokens: tuple[float, float]
@@ -105,6 +108,7 @@ def read_profile(text: str, file: str) -> Profile:
     layer, (context_s, pair_s, sequence_s) = _fit_layer(decode)
     loads = [row.seconds / row.layers for row in rows if row.phase == "load"]
     points = [_load_of(row) for row in decode]
+    heads = [row for row in rows if row.phase == "head"]
     return Profile(
         model=about["model"],
         gpu_type=about["gpu_type"],
@@ -118,6 +122,7 @@ def read_profile(text: str, file: str) -> Profile:
         first=_ramp([row for row in rows if row.phase == "first"]),
         last=_ramp([row for row in rows if row.phase == "last"]),
         load_layer_s=float(np.median(loads)) if loads else 0.0,
+        head=_ramp(heads) if heads else None,
         new_tokens=(min(p[0] for p in points), max(p[0] for p in points)),
         context_tokens=(min(p[1] for p in points), max(p[1] for p in points)),
     )

@@ -5,12 +5,15 @@ For each pacing: the profiles are measured by `flexslurm profile`, each gear is 
 kept full of requests, and throughput and time per output token are compared. A table is printed;
 the exit status is 1 when a figure is further off than the goal.
 
-    python tests/bench/estimates_against_reality.py [acted|as-it-comes] [GEAR ...]
+    python tests/bench/estimates_against_reality.py [acted|as-it-comes] [GEAR ...] [--keep DIR]
+
+With --keep, models and profiles stay in DIR and are taken from there the next time.
 """
 
 # ruff: noqa: E402 - the environment is set before torch is imported
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -244,11 +247,15 @@ def measure_profiles(world: World, model: Path, site: Path, folder: Path) -> Non
 
 def run_world(world: World, names: Sequence[str], home: Path) -> float:
     """Measure all gears of a pacing and print them; returns the worst relative error."""
-    model = write_tiny_model(home / "model", "llama", dtype=world.dtype, **world.model)
+    model = home / "model"
+    fresh = not (home / "profiles").exists()
+    if fresh:
+        write_tiny_model(model, "llama", dtype=world.dtype, **world.model)
     spec = load_spec(str(model), world.dtype)
     weights = spec.weight_bytes()
     (home / "site.yaml").write_text(yaml.safe_dump(world.site(round(LARGE * weights))))
-    measure_profiles(world, model, home / "site.yaml", home / "profiles")
+    if fresh:
+        measure_profiles(world, model, home / "site.yaml", home / "profiles")
     print(f"\n{world.pacing}: {PROMPT} + {OUTPUT} tokens, up to {MAX_BATCH} sequences a replica")
     print(
         f"{'gear':<20}{'tokens/s: expected':>19}{'measured':>10}{'error':>8}"
@@ -265,7 +272,8 @@ def run_world(world: World, names: Sequence[str], home: Path) -> float:
             spec, topology, goal, load_acted(topology, world.dtype),
             load_profiles([home / "profiles"], spec, topology),
         )  # fmt: skip
-        with running(home / f"g{number}", asked, site, 150.0) as service:
+        run_home = Path(tempfile.mkdtemp(prefix=f"g{number}-", dir=home))
+        with running(run_home, asked, site, 150.0) as service:
             gear = service.until(lambda status: status.gear is not None).gear
             assert gear is not None
             wanted = expected(gear, problem)
@@ -287,13 +295,22 @@ def _print(name: str, gear: Gear, wanted: Figures, found: Figures) -> float:
 
 def main(argv: Sequence[str]) -> int:
     pacings = [world.pacing for world in WORLDS]
-    chosen = [word for word in argv if word in pacings] or pacings
-    names = [word for word in argv if word not in pacings]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="PACING|GEAR", help="all by default")
+    parser.add_argument("--keep", type=Path, help="where models and profiles are kept")
+    asked = parser.parse_args(argv)
+    chosen = [word for word in asked.words if word in pacings] or pacings
+    names = [word for word in asked.words if word not in pacings]
+    unknown = set(names) - {case.name for case in CASES}
+    if unknown:
+        parser.error(f"no such gear: {', '.join(sorted(unknown))}")
     worst = 0.0
     for world in WORLDS:
         if world.pacing in chosen:
-            with tempfile.TemporaryDirectory(prefix="flexslurm-bench-") as home:
-                worst = max(worst, run_world(world, names, Path(home)))
+            with tempfile.TemporaryDirectory(prefix="flexslurm-bench-") as scratch:
+                home = asked.keep / world.pacing if asked.keep else Path(scratch)
+                home.mkdir(parents=True, exist_ok=True)
+                worst = max(worst, run_world(world, names, home))
     print(f"\nworst error {worst:.1%}; the goal is {GOAL:.0%}")
     return int(worst > GOAL)
 

@@ -18,7 +18,7 @@ gpu_types:
 """
 SMALL = (
     "--max-batch", "4", "--max-tokens", "16", "--max-context", "48", "--block-tokens", "16",
-    "--minutes", "1",
+    "--minutes", "1", "--no-serve",
 )  # fmt: skip
 
 
@@ -36,8 +36,14 @@ def profiled(model: Path, site: Path, gpu_type: str, tp: int, *more: str) -> Pro
         "--tp", str(tp), "--dtype", "float64", "--out", str(out), *SMALL, *more,
     ])  # fmt: skip
     assert code == 0
-    (file,) = out.iterdir()
+    file = file_of(site)
     return read_profile(file.read_text(), str(file))
+
+
+def file_of(site: Path) -> Path:
+    """The only file that was written."""
+    (file,) = (site.parent / "profiles").iterdir()
+    return file
 
 
 def test_a_group_of_two_ranks(tiny_model: Path, site: Path, capsys) -> None:
@@ -54,6 +60,25 @@ def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, sit
     profile = profiled(tiny_model, site, "acting", 1, "-q")
     layer_s = 80 / 6 * (8 * 855.7e6 / (0.75 * 2.039e12) + 120e-6)
     assert profile.layer_s(1, 32, 32, 1) == pytest.approx(layer_s, rel=0.1)
+
+
+@pytest.mark.timeout(240)
+def test_what_a_cycle_takes_besides_the_stage(tiny_model: Path, site: Path, capsys) -> None:
+    """Served by one group of two; what head and messages take is part of each cycle from then."""
+    profile = profiled(tiny_model, site, "plain", 2, "--serve")
+    said = capsys.readouterr().err
+    assert "serving plain tp2 [0,6) to 6 streams" in said
+    (row,) = [line for line in file_of(site).read_text().splitlines() if line.startswith("head")]
+    assert row.startswith("head,6,4,0,")
+    assert profile.head is not None and 0 < profile.head(4) < 1
+
+
+def test_a_service_that_cannot_be_leaves_the_rest(tiny_model: Path, site: Path, capsys) -> None:
+    """The small memory holds three layers for a trial, but no whole model to serve."""
+    site.write_text(SITE.replace("plain: {memory: 64MiB", "plain: {memory: 1500kB"))
+    profile = profiled(tiny_model, site, "plain", 1, "--serve")
+    assert "do not hold the whole model" in capsys.readouterr().err
+    assert profile.head is None and profile.layer_s(4, 100, 100, 4) > 0
 
 
 def test_errors_are_those_of_the_trial(tiny_model: Path, site: Path, capsys) -> None:

@@ -16,7 +16,12 @@ _rows = st.one_of(
     st.builds(Row, st.just("decode"), _counts, _counts, st.integers(0, 10**6), _seconds),
     st.builds(Row, st.just("prefill"), _counts, _counts, _counts, _seconds),
     st.builds(
-        Row, st.sampled_from(["step", "first", "last"]), _counts, _counts, st.just(0), _seconds
+        Row,
+        st.sampled_from(["step", "first", "last", "head"]),
+        _counts,
+        _counts,
+        st.just(0),
+        _seconds,
     ),
     st.builds(Row, st.just("load"), _counts, st.just(0), st.just(0), _seconds),
 )

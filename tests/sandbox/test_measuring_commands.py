@@ -31,7 +31,9 @@ def test_a_profile_is_measured_by_a_job(
     assert code == 0, said.err
     assert "runs on l40n" in said.err
     (file,) = tmp_path.iterdir()
-    assert read_profile(file.read_text(), str(file)).kind == ("l40s", 2)
+    profile = read_profile(file.read_text(), str(file))
+    assert profile.kind == ("l40s", 2)
+    assert profile.head is not None, "the model was served within the job"
 
 
 @pytest.fixture(scope="module")

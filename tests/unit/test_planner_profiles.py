@@ -101,6 +101,23 @@ def test_the_planner_uses_what_was_measured() -> None:
     assert slow.estimates.load_s == pytest.approx(3.0)
 
 
+def test_what_a_cycle_takes_besides_counts_once_a_cycle() -> None:
+    """However many stages there are, tokens go through the head once."""
+    goal = Goal(Workload(64, 64), limits=Limits(max_batch=16))
+    head = [*rows(), Row("head", 30, 8, 0, 6e-3)]
+    plain, served = (
+        Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})
+        for profile in (read_profile(write_profile(ABOUT, r), "p.csv") for r in (rows(), head))
+    )
+    kind = StageKind("l4", 1)
+    for depth in (1, 2, 5):
+        cycles = [
+            problem.cycle_s(depth, problem.times(kind, 4, depth)[3, 10])
+            for problem in (plain, served)
+        ]
+        assert cycles[1] - cycles[0] == pytest.approx(6e-3 - FIGURES.step_s)
+
+
 GOOD = write_profile(ABOUT, rows())
 
 

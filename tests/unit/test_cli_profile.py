@@ -1,0 +1,71 @@
+"""What `flexslurm profile` plans to measure and makes of it; nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexslurm.cli.profile_command import head_row, plan_serving
+from flexslurm.cli.served_trial import ServeAsk
+from flexslurm.config.schema import parse_section
+from flexslurm.config.service import Service
+from flexslurm.config.site import Site
+from flexslurm.engine.trial import Served
+from flexslurm.planner.profiles import Row, read_profile, write_profile
+
+ABOUT = {"model": "llama", "gpu_type": "plain", "tp": 1, "dtype": "float64"}
+LAYER_S, STEP_S, HEAD_S = 2e-3, 1e-3, 7e-3
+
+
+def site(memory: str = "64MiB") -> Site:
+    return parse_section(
+        Site,
+        f"name: s\ngpu_types: {{plain: {{memory: {memory}, virtual: {{}}}}}}\n"
+        "measured: {profiles: /nowhere}\n",
+        "site.yaml",
+    )
+
+
+def options(model: Path) -> dict[str, Any]:
+    return {
+        "model": model, "dtype": "float64", "gpu_type": "plain", "max_batch": 8,
+        "max_tokens": 64, "max_context": 128, "block_tokens": 16,
+    }  # fmt: skip
+
+
+def ask(model: Path, memory: str = "64MiB") -> tuple[ServeAsk | None, list[str]]:
+    said: list[str] = []
+    return plan_serving(site(memory), 1, options(model), said.append), said
+
+
+def test_the_replica_that_is_served_is_a_service_of_its_own(tiny_model: Path) -> None:
+    found, said = ask(tiny_model)
+    assert found is not None and said == []
+    assert found.layout == "plain tp1 [0,6)"
+    service = parse_section(Service, str(found.service()), "service")
+    assert (service.serving.max_batch, service.workload.prompt_tokens) == (8, 32)
+    assert "measured" in found.site and found.site["measured"]["profiles"] is None
+
+
+def test_a_small_memory_serves_fewer_and_none_is_said(tiny_model: Path) -> None:
+    few, _ = ask(tiny_model, "2MiB")
+    assert few is not None and 0 < few.batch < 8
+    none, said = ask(tiny_model, "1MiB")
+    assert none is None and "do not hold the whole model" in said[0]
+
+
+@pytest.mark.parametrize("extra_s", [HEAD_S, -HEAD_S])
+def test_what_a_cycle_takes_besides_is_what_the_stage_does_not(
+    tiny_model: Path, extra_s: float
+) -> None:
+    """A machine of flat times: six layers, a step, and the rest is the head's; never below 0."""
+    rows = [Row("decode", 1, batch, 32, LAYER_S) for batch in (1, 8, 64)]
+    rows += [Row("prefill", 1, 1, new, LAYER_S) for new in (8, 64)]
+    rows += [Row("step", 1, 1, 0, STEP_S)]
+    profile = read_profile(write_profile(ABOUT, rows), "p.csv")
+    served = Served(6, 8, 32, 32, 6 * LAYER_S + STEP_S + extra_s)
+    row = head_row(served, profile, site(), options(tiny_model))
+    assert row[:4] == ("head", 6, 8, 0)
+    assert row.seconds == pytest.approx(max(0.0, extra_s), abs=2e-4)
