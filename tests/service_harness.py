@@ -219,6 +219,7 @@ def tiny_service(
         },
         "workload": {"prompt_tokens": 32, "output_tokens": 32},
         "decisions": {"min_action_gap_sec": 0, "migration_benefit_ratio": 1.0},
+        "keeping": {"enabled": False},  # what a test takes away stays away
     }  # fmt: skip
 
 

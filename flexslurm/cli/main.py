@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "flexslurm.cli.shift_commands:drain",
         "Move a service off some nodes, and give them back.",
     ),
+    "release": (
+        "flexslurm.cli.shift_commands:release",
+        "Give one node of a pilot back, and keep the others.",
+    ),
     "script": (
         "flexslurm.cli.script_command:script",
         "Print the job script of a whole service in one allocation.",

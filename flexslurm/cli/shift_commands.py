@@ -1,4 +1,4 @@
-"""`flexslurm shift`, `drain`: what a service runs on, by an operator's word."""
+"""`flexslurm shift`, `drain`, `release`: what a service runs on, by an operator's word."""
 
 from __future__ import annotations
 
@@ -54,5 +54,25 @@ def drain(service: str | None, fragment: str, service_dir: str | None) -> None:
 
     directory = find_service(service, service_dir)
     answer = ask(directory, DrainAsk(fragment=fragment), timeout_s=5.0)
+    if isinstance(answer, AskDone):
+        click.echo(answer.message)
+
+
+@click.command()
+@_NAME
+@click.argument("node", required=False)
+@_DIR
+def release(service: str | None, node: str | None, service_dir: str | None) -> None:
+    """Move a service off one node and give it back; the other nodes of its pilot stay."""
+    from flexslurm.cli.ask import ask
+    from flexslurm.cli.service_commands import find_service
+    from flexslurm.messages import AskDone, ReleaseAsk
+
+    if node is None:
+        service, node = None, service  # one word alone is the node
+    if node is None:
+        raise click.UsageError("which node? 'flexslurm status' lists them")
+    directory = find_service(service, service_dir)
+    answer = ask(directory, ReleaseAsk(node=node), timeout_s=5.0)
     if isinstance(answer, AskDone):
         click.echo(answer.message)

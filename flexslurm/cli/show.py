@@ -58,6 +58,7 @@ def render_status(answer: StatusAnswer) -> str:
     if answer.gear is not None:
         lines += [picture(answer.gear), ""]
     lines += _table(answer.fragments)
+    lines += [f"  {line}" for line in answer.pool]
     if answer.shifts:
         lines += ["", "last shifts:"]
         lines += [_shift(shift) for shift in answer.shifts[-5:]]

@@ -61,13 +61,14 @@ class Aftermath:
             if self._holdings.closing(mine - late):
                 continue  # its peers close better while it lives
             agent.released = True
-            leaving = agent.state is AgentState.LEAVING
+            unwanted = agent.parting or agent.hello.fragment in self._members.draining
+            leaving = agent.state is AgentState.LEAVING and not unwanted
             reason = f"given back ({agent.leave_source if leaving else 'drained'})"
             actions.append(Send(agent.id, ReleaseAgent(reason=reason, give_back=leaving)))
         return actions
 
     def _is_over(self, agent: AgentRecord, used: Collection[str] | None) -> bool:
-        if agent.hello.fragment in self._members.draining:
+        if agent.parting or agent.hello.fragment in self._members.draining:
             return agent.id not in (used or ())
         if agent.dismissed:
             return True

@@ -159,6 +159,21 @@ class PilotLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class PilotEnds:
+    """Slurm says when a pilot reaches its walltime; told again when that changes."""
+
+    fragment: str
+    ends_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartNode:
+    """A node shall be given back, and its pilot go on with the others."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeNoticed:
     """Slurm takes a node out of use, or has it back: what runs there goes on."""
 
@@ -183,7 +198,7 @@ class Unreachable:
 
 
 PilotEvent = PilotGone | PilotLeaving | PilotStays
-RollEvent = Heard | Tick | Cordon | PilotEvent | NodeNoticed | Unreachable
+RollEvent = Heard | Tick | Cordon | PilotEvent | PilotEnds | PartNode | NodeNoticed | Unreachable
 ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
 Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned | Measured
 

@@ -15,6 +15,7 @@ know counts as there until it has been unknown for a while.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -30,6 +31,7 @@ from flexslurm.control.keeper_values import (
     Kept,
     Look,
     Present,
+    Resize,
     Stage,
     Submit,
     Tell,
@@ -124,10 +126,21 @@ class PoolKeeper:
         jobs += [k.pilot.job_id for k in self.kept.values() if k.cancel and k.pilot.job_id]
         if jobs:
             return Cancel(tuple(sorted(jobs)))
+        resize = self._resize()
+        if resize is not None:
+            return resize
         unsure = sum(kept.stage is Stage.INTENT for kept in self.kept.values())
         if now < self._quiet_until or unsure >= self.settings.most_unsure:
             return None
         return self._successor(now) or self._needed(now)
+
+    def _resize(self) -> Resize | None:
+        for kept in self.kept.values():
+            nodes = kept.info.nodes if kept.info is not None else ()
+            left = tuple(node for node in nodes if node not in kept.part_with)
+            if kept.part_with and left and len(left) < len(nodes):
+                return Resize(kept.fragment, kept.pilot.job_id, left)
+        return None
 
     def _successor(self, now: float) -> Submit | None:
         """A pilot for the place of one whose walltime ends soon."""
@@ -241,6 +254,26 @@ class PoolKeeper:
         wait_s = min(settings.retry_s * 2.0 ** min(self._no_answers, 30), settings.retry_most_s)
         self._no_answers += 1
         self._quiet_until = now + wait_s
+
+    def resized(self, fragment: str, nodes: Sequence[str], why_not: str = "") -> None:
+        """The job holds these nodes only; or it holds all as before, because Slurm said no."""
+        kept = self.kept[fragment]
+        gone, kept.part_with = kept.part_with, frozenset()
+        words = ", ".join(sorted(gone))
+        if why_not:
+            self._tell(f"{words} of {fragment} is idle but cannot be given back: {why_not}", True,
+                       what="not resized", fragment=fragment, why=why_not)  # fmt: skip
+            return
+        kept.pilot = msgspec.structs.replace(kept.pilot, nodes=len(nodes))
+        if kept.info is not None:
+            kept.info = replace(kept.info, nodes=tuple(nodes))
+        self._tell(f"{fragment} has given {words} back", what="resized", fragment=fragment,
+                   nodes=list(nodes))  # fmt: skip
+
+    def part(self, fragment: str, node: str) -> None:
+        """The node's agent has ended: the job can do without it."""
+        kept = self.kept[fragment]
+        kept.part_with |= {node}
 
     def cancelled(self, jobs: Iterable[str]) -> None:
         """Slurm has been told to end them; that they have ended shows later."""

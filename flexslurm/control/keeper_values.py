@@ -112,6 +112,8 @@ class Kept:
     """An operator has drained it: its place is not filled again."""
     ends_at: float | None = None
     """By its walltime."""
+    part_with: frozenset[str] = frozenset()
+    """Nodes that it is to give back, and whose agents have ended."""
     told: frozenset[str] = frozenset()
     """What has been said of it."""
 
@@ -172,5 +174,14 @@ class Cancel:
     jobs: tuple[str, ...]
 
 
-Call = Submit | Cancel
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Leave a running job these nodes only; answer whether Slurm did."""
+
+    fragment: str
+    job: str
+    nodes: tuple[str, ...]
+
+
+Call = Submit | Cancel | Resize
 """What asks Slurm: one at a time."""

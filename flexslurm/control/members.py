@@ -57,6 +57,8 @@ class AgentRecord:
     """When Slurm ends its job in any case."""
     dismissed: bool = False
     """It leaves and its KV is parked: nothing is installed on it any more."""
+    parting: bool = False
+    """Its node is to be given back, while its pilot goes on."""
     released: bool = False
     """Told to end."""
     failures: int = 0
@@ -98,6 +100,8 @@ class Members:
         self.cordoned: set[str] = set()
         self.draining: set[str] = set()
         """Cordoned fragments that end once nothing of theirs is used."""
+        self.walltime_ends_at: dict[str, float] = {}
+        """Of fragments, as Slurm tells it: agents learn it from Slurm 23.02 on only."""
 
     def join(self, hello: AgentHello, now: float) -> list[AgentRecord]:
         """Add an agent; returns the ghosts it replaces: earlier ones of its fragment and node."""
@@ -114,7 +118,8 @@ class Members:
             self.agents[hello.incarnation].heard_at = now
         else:
             left = hello.walltime_s
-            ends_at = None if left is None else now + left
+            told = self.walltime_ends_at.get(hello.fragment)
+            ends_at = told if left is None else now + left
             self.agents[hello.incarnation] = AgentRecord(hello, now, walltime_ends_at=ends_at)
         return ghosts
 
@@ -147,6 +152,7 @@ class Members:
                 for agent in self.agents.values()
                 if agent.state in states
                 and not agent.dismissed
+                and not agent.parting
                 and agent.hello.fragment not in self.cordoned
             ),
             key=lambda agent: (agent.hello.fragment, agent.hello.node, agent.id),

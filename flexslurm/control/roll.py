@@ -15,6 +15,8 @@ from flexslurm.control.events import (
     Cordon,
     Heard,
     NodeNoticed,
+    PartNode,
+    PilotEnds,
     PilotGone,
     PilotLeaving,
     PilotStays,
@@ -138,11 +140,25 @@ class Roll:
                 return self._on_unreachable(member)
             case PilotGone() | PilotLeaving() | PilotStays():
                 return self._on_pilot(now, event)
+            case PilotEnds() | NodeNoticed() | PartNode():
+                return self._on_slurm(now, event)
+
+    def _on_slurm(self, now: float, event: PilotEnds | NodeNoticed | PartNode) -> Told:
+        match event:
             case NodeNoticed():
                 return self._on_node(event)
+            case PilotEnds(fragment, ends_in_s):
+                self._members.walltime_ends_at[fragment] = now + ends_in_s
+                for agent in self._members.of_fragment(fragment):
+                    agent.walltime_ends_at = now + ends_in_s
+                return Told()
+            case PartNode(node):
+                return self._on_part(node)
 
     def _on_pilot(self, now: float, event: PilotGone | PilotLeaving | PilotStays) -> Told:
         told = Told()
+        if isinstance(event, PilotGone):  # another run of it ends at another time
+            self._members.walltime_ends_at.pop(event.fragment, None)
         for agent in self._members.of_fragment(event.fragment):
             if isinstance(event, PilotGone):
                 told += self._drop(agent, event.reason)
@@ -286,6 +302,15 @@ class Roll:
             told.changes.append(WorkerFailedToStart(agent))
         text = f"the worker on GPU {died.gpu} of {agent.name} died ({how}{detail})"
         told.actions.append(Say(text, warning=True))
+        return told
+
+    def _on_part(self, node: str) -> Told:
+        told = Told()
+        for agent in self._members.agents.values():
+            if agent.hello.node == node and not agent.parting:
+                agent.parting = True
+                told.actions.append(Say(f"{agent.name} is to be given back"))
+                told.changes.append(CordonChanged(agent.hello.fragment))
         return told
 
     def _on_cordon(self, event: Cordon) -> Told:

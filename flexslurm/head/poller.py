@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from flexslurm.control.events import PREEMPT_TIME, Event, PilotGone, PilotLeaving, PilotStays
+from flexslurm.control.events import (
+    PREEMPT_TIME,
+    Event,
+    PilotEnds,
+    PilotGone,
+    PilotLeaving,
+    PilotStays,
+)
 from flexslurm.control.keeper_values import Look
 from flexslurm.errors import FlexslurmError
 from flexslurm.head.node_looks import NodeLooks
@@ -24,6 +32,8 @@ from flexslurm.wire.service_dir import Pilot
 log = logging.getLogger(__name__)
 
 _MOST_INTERVALS = 8
+_NEWS_S = 5.0
+"""A walltime's end that differs by more is another one."""
 _LEAST_GAP_S = 1.0
 """Between two looks, while there are no answers."""
 
@@ -39,15 +49,19 @@ class JobPoller:
         interval_s: float,
         pool: Pool | None = None,
         nodes: NodeLooks | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pool`: what it keeps is looked at, and its calls have their turn, as `nodes`' have."""
         self._submitter, self._pilots, self._tell = submitter, pilots, tell
         self._interval_s, self._pool, self._nodes = interval_s, pool, nodes
+        self._now = now
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
         self._hurry = asyncio.Event()
         self._calm: set[str] = set()
         """Jobs said to be preempted, of which the last look knew nothing of it."""
+        self._ends_at: dict[str, float] = {}
+        """By job: the end of its walltime, as it was last told."""
         self._over: set[str] = set()
         self._held: set[str] = set()
         self.views: dict[str, JobView] = {}
@@ -123,6 +137,7 @@ class JobPoller:
             self._warned[job_id] = info.restarts
             self._tell(PilotLeaving(pilot.fragment, PREEMPT_TIME, max(info.preempt_in_s, 0.0)))
         self._look_whether_it_stays(pilot, info)
+        self._look_at_its_end(pilot, info)
         if self._pool is not None:
             return  # which says more of held jobs
         if info.held and job_id not in self._held:
@@ -130,6 +145,15 @@ class JobPoller:
             log.warning("job %s of %s is held: scontrol release %s", job_id, pilot.fragment, job_id)
         elif not info.held:
             self._held.discard(job_id)
+
+    def _look_at_its_end(self, pilot: Pilot, info: JobInfo) -> None:
+        """Its walltime's end, where that is news."""
+        if info.end_in_s is None or info.preempt_in_s is not None:
+            return
+        ends_at, told = self._now() + info.end_in_s, self._ends_at.get(pilot.job_id)
+        if told is None or abs(ends_at - told) > _NEWS_S:
+            self._ends_at[pilot.job_id] = ends_at
+            self._tell(PilotEnds(pilot.fragment, max(info.end_in_s, 0.0)))
 
     def _look_whether_it_stays(self, pilot: Pilot, info: JobInfo) -> None:
         """A preemption that two looks in a row know nothing of any more was called off."""
@@ -149,6 +173,6 @@ class JobPoller:
         self._over &= kept
         self._calm &= kept
         self._held &= kept
-        for known in (self._warned, self.views):
+        for known in (self._warned, self.views, self._ends_at):
             for job_id in known.keys() - kept:
                 del known[job_id]

@@ -16,7 +16,7 @@ import msgspec
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
-from flexslurm.control.events import Cordon, Event, PilotGone
+from flexslurm.control.events import Cordon, Event, PartNode, PilotGone
 from flexslurm.control.keeper import PoolKeeper
 from flexslurm.control.keeper_load import Load, LoadJudge, pool_lines, resize
 from flexslurm.control.keeper_values import (
@@ -27,11 +27,12 @@ from flexslurm.control.keeper_values import (
     Gone,
     Look,
     Present,
+    Resize,
     Submit,
     Tell,
 )
 from flexslurm.control.members import AgentRecord, AgentState, Members
-from flexslurm.errors import FlexslurmError
+from flexslurm.errors import FlexslurmError, ServiceError
 from flexslurm.head.ledger import Figures
 from flexslurm.head.pilot_specs import entries_of, keeper_settings, load_settings, pilot_spec
 from flexslurm.slurm.job_names import UNSENT
@@ -75,6 +76,8 @@ class Pool:
         self._written = (pilots.pilots, pilots.wanted)
         self._out: asyncio.Future[Any] | None = None
         self._submitting = ""
+        self._parting: set[tuple[str, str]] = set()
+        """Nodes that are to be given back, with their fragments, and whose agents are here."""
         self._load_at = self._seen_at = float("-inf")
 
     # ------------------------------------------------------------------ for the poller
@@ -114,6 +117,8 @@ class Pool:
                 await self._submit(pilot)
             case Cancel(jobs):
                 await self._cancel(jobs)
+            case Resize():
+                await self._resize(call)
         self._say()
         self._write()
 
@@ -149,6 +154,39 @@ class Pool:
         else:
             self.keeper.cancelled(jobs)
 
+    async def _resize(self, call: Resize) -> None:
+        try:
+            await self._in_thread(self._submitter.resize, call.job, call.nodes)
+        except FlexslurmError as error:
+            if error.transient:
+                self.keeper.no_answer(self._now())
+            else:
+                self.keeper.resized(call.fragment, (), error.message)
+        else:
+            self.keeper.resized(call.fragment, call.nodes)
+
+    def release(self, node: str, members: Members) -> str:
+        """Begin to give a node back; what follows, in words. Raises ServiceError for no node."""
+        agents = [agent for agent in members.agents.values() if agent.hello.node == node]
+        if not agents:
+            known = ", ".join(sorted({agent.hello.node for agent in members.agents.values()}))
+            raise ServiceError(f"there is no node '{node}' in the service", hint=f"it has {known}")
+        whole = [a.hello.fragment for a in agents if self._is_alone(a, members)]
+        for fragment in whole:
+            self._tell(Cordon(fragment, cordon=True, drain=True))
+        if len(whole) < len(agents):
+            self._parting |= {
+                (a.hello.fragment, node) for a in agents if a.hello.fragment not in whole
+            }
+            self._tell(PartNode(node))
+            return f"{node}: it is given back once nothing of it is used; its pilot goes on"
+        return f"{node}: its pilot ends once nothing of it is used"
+
+    def _is_alone(self, agent: AgentRecord, members: Members) -> bool:
+        """Whether no other node of its pilot is to stay."""
+        others = members.of_fragment(agent.hello.fragment)
+        return all(a is agent or a.parting for a in others)
+
     async def _in_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """A call that goes on to its end when the head's task is cancelled meanwhile."""
         self._out = asyncio.ensure_future(asyncio.to_thread(act, *arguments))
@@ -182,6 +220,7 @@ class Pool:
                 self.keeper.drained_by_hand(fragment)
             elif kept.drained:
                 self.keeper.taken_back(fragment)
+        self._part(members)
         if now >= self._load_at + _LOAD_EVERY_S:
             self._load_at = now
             step, why = self._judge.take(now, load())
@@ -190,6 +229,14 @@ class Pool:
         for fragment in [f for f in members.cordoned if f in self._forgotten(members)]:
             self._tell(Cordon(fragment, cordon=False))
         self._say()
+
+    def _part(self, members: Members) -> None:
+        """Nodes whose agents have ended are taken out of their jobs."""
+        here = {(agent.hello.fragment, agent.hello.node) for agent in members.agents.values()}
+        for fragment, node in sorted(self._parting - here):
+            self._parting.discard((fragment, node))
+            if fragment in self.keeper.kept:
+                self.keeper.part(fragment, node)
 
     def lines(self) -> tuple[str, ...]:
         """How the pool is, for people."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec
 
+import msgspec
+
 from flexslurm.control.actions import SwitchOver
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import (
@@ -51,6 +53,7 @@ from flexslurm.messages import (
     Message,
     NotifyAsk,
     ReleaseAgent,
+    ReleaseAsk,
     ShiftAsk,
     StatusAsk,
     StopAsk,
@@ -346,6 +349,8 @@ class Head:
                     agents = self.control.members.agents.values()
                     take_notice(ask, self._pilots(), agents, self.site, self._tell, self._look_now)
                     self.socket.send(sender, AskDone())
+                case ReleaseAsk(node=node):
+                    self.socket.send(sender, AskDone(message=self._release(node)))
                 case CordonAsk() | DrainAsk() | ShiftAsk():
                     answer = self.operator.answer(ask)
                     if self._fault is not None:  # it was not done
@@ -353,6 +358,14 @@ class Head:
                     self.socket.send(sender, answer)
         except FlexslurmError as error:
             self.socket.send(sender, AskRefused(message=error.message, hint=error.hint))
+
+    def _release(self, node: str) -> str:
+        if self.pool is None:
+            raise ServiceError(
+                "nobody keeps this pool, so that no node can be given back alone",
+                hint="flexslurm drain ends a whole pilot; see keeping.enabled",
+            )
+        return self.pool.release(node, self.control.members)
 
     def _look_now(self) -> None:
         if self.poller is not None:
@@ -370,7 +383,10 @@ class Head:
 
     def _status(self) -> Message:
         jobs = self.poller.views if self.poller is not None else {}
-        return self.reporter.status(self._pilots(), jobs, stopping=bool(self._stop_reason))
+        status = self.reporter.status(self._pilots(), jobs, stopping=bool(self._stop_reason))
+        return (
+            status if self.pool is None else msgspec.structs.replace(status, pool=self.pool.lines())
+        )
 
 
 async def run_head(path: Path) -> int:

@@ -47,6 +47,7 @@ from flexslurm.messages.operators import (
     FragmentStatus,
     GpuStatus,
     NotifyAsk,
+    ReleaseAsk,
     ServiceState,
     ShiftAnswer,
     ShiftAsk,
@@ -118,7 +119,7 @@ FromWorker = (
     | RendezvousGet
     | RendezvousAdd
 )
-FromCli = StatusAsk | StopAsk | CordonAsk | DrainAsk | ShiftAsk | NotifyAsk
+FromCli = StatusAsk | StopAsk | CordonAsk | DrainAsk | ReleaseAsk | ShiftAsk | NotifyAsk
 ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ProbeDirectory | ReleaseAgent
 ToWorker = (
     WorkerWelcome
@@ -178,6 +179,7 @@ __all__ = [
     "PullKv",
     "Refused",
     "ReleaseAgent",
+    "ReleaseAsk",
     "RendezvousAdd",
     "RendezvousGet",
     "RendezvousSet",

@@ -50,6 +50,12 @@ class DrainAsk(Message, frozen=True, tag="ask.drain"):
     fragment: str
 
 
+class ReleaseAsk(Message, frozen=True, tag="ask.release"):
+    """Move the service off one node, and give the node back; its pilot goes on with the others."""
+
+    node: str
+
+
 class ShiftAsk(Message, frozen=True, tag="ask.shift"):
     """Go into a gear and stay there until members change; answered by `ShiftAnswer`."""
 
@@ -135,6 +141,8 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
     place, `load_s` and `groups_s` of the slowest worker; of the KV, `mode`, `sequences_moved`,
     `sequences_recomputed`, `kv_bytes`, `transfer_s`, and `pause_s` with the steps awaited in it."""
     uptime_s: float = 0.0
+    pool: tuple[str, ...] = ()
+    """A line for each entry of the pool: what is wanted, what there is, why no more comes."""
     judgement: str = ""
     """The three figures of the shifts so far, in words."""
     figures: dict[str, float | None] = {}

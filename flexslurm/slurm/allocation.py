@@ -211,6 +211,9 @@ class AllocationSubmitter:
     def cancel(self, job_ids: Sequence[str]) -> None:
         self._steps.cancel(job_ids)
 
+    def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        raise SlurmError(f"{job_id} is not a job of Slurm that could be made smaller")
+
     def preview(self, spec: PilotSpec | HeadSpec) -> str:
         if isinstance(spec, HeadSpec):
             return self._steps.preview(spec)

@@ -214,6 +214,17 @@ class SlurmClient:
         if done.code and not _only_gone(done):
             raise failure(done)
 
+    def resize(self, job_id: str, nodes: Sequence[str], folder: Path) -> None:
+        """Take all but these nodes from a running job: what still runs on them is killed.
+
+        Raises SlurmError where the site forbids it. scontrol leaves a script for the job's shell in
+        `folder`, which nobody here needs.
+        """
+        job = parse_job_id(job_id).base
+        self.call("scontrol", "update", f"JobId={job}", f"NodeList={','.join(nodes)}", cwd=folder)
+        for end in ("sh", "csh"):
+            (folder / f"slurm_job_{job}_resize.{end}").unlink(missing_ok=True)
+
     def requeue(self, job_id: str) -> None:
         self.call("scontrol", "requeue", parse_job_id(job_id).base)
 

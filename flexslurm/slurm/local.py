@@ -113,6 +113,9 @@ class LocalSubmitter:
         _write(self._jobs / job_id / "preempt.json", {"grace_s": grace_s, "away_s": away_s})
         processes.send(keeper, signal.SIGUSR1)
 
+    def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        raise SlurmError(f"{job_id} is not a job of Slurm that could be made smaller")
+
     def preview(self, spec: PilotSpec | HeadSpec) -> str:
         nodes = spec.nodes if isinstance(spec, PilotSpec) else 1
         times = f" ({nodes} processes)" if nodes > 1 else ""

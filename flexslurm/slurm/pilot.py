@@ -49,6 +49,10 @@ class Submitter(Protocol):
         """End these jobs: SIGTERM, then SIGKILL after the kill wait. Does not wait for the end."""
         ...
 
+    def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Leave a running job these of its nodes only; raises SlurmError where it cannot be."""
+        ...
+
     def preview(self, spec: PilotSpec | HeadSpec) -> str:
         """What `submit` would hand over, as text; submits nothing."""
         ...
@@ -83,6 +87,9 @@ class SlurmSubmitter:
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         self.client.cancel(job_ids)
+
+    def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        self.client.resize(job_id, nodes, self._folder)
 
     def preview(self, spec: PilotSpec | HeadSpec) -> str:
         script = self.script(spec, self._node_command())

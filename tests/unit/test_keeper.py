@@ -17,6 +17,7 @@ from flexslurm.control.keeper_values import (
     Look,
     PilotShape,
     Present,
+    Resize,
     Stage,
     Submit,
     Tell,
@@ -438,3 +439,33 @@ def test_a_drain_that_is_taken_back() -> None:
     world.keeper.taken_back("a100-2")
     world.step(times=20)
     assert world.names() == ["a100-1", "a100-2"] and len(world.queue.submissions) == 2
+
+
+# ------------------------------------------------------------------------- nodes given back
+
+
+def test_a_node_is_taken_from_its_job_once_its_agent_has_ended() -> None:
+    shapes = (PilotShape(4, 2),)
+    world = World(Entry("a100", "scavenge", shapes, 1, 1, 1))
+    world.step(times=2)
+    world.queue.set("1", JobState.RUNNING, nodes=("n1", "n2"), batch_host="n1")
+    world.step()
+    world.keeper.part("a100-1", "n2")
+    call = world.keeper.next_call(world.queue.now)
+    assert call == Resize("a100-1", "1", ("n1",))
+    world.keeper.resized("a100-1", ("n1",))
+    assert world.keeper.kept["a100-1"].pilot.nodes == 1
+    assert world.keeper.next_call(world.queue.now) is None
+
+
+def test_a_site_that_forbids_it_is_said_and_the_pilot_goes_on() -> None:
+    world = World(Entry("a100", "scavenge", (PilotShape(4, 2),), 1, 1, 1))
+    world.step(times=2)
+    world.queue.set("1", JobState.RUNNING, nodes=("n1", "n2"), batch_host="n1")
+    world.step()
+    world.keeper.part("a100-1", "n2")
+    world.keeper.resized("a100-1", (), "Requested operation is presently disabled")
+    world.step(times=5)
+    assert any("cannot be given back: Requested operation" in line for line in world.said)
+    assert world.keeper.kept["a100-1"].pilot.nodes == 2
+    assert len(world.queue.submissions) == 1
