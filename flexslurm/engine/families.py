@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.errors import ModelError
+from flexslurm.planner import model_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,9 @@ FAMILIES: dict[str, Family] = {
     )
 }  # fmt: skip
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""What the engine computes in; the planner knows more, of published models."""
+DTYPE_BYTES = {dtype: model_spec.DTYPE_BYTES[dtype] for dtype in DTYPES}
 
 # Rotary scalings whose angles depend on the longest position in the batch: a sequence would get
 # other tokens next to a long neighbour.

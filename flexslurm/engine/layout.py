@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flexslurm.engine.families import ModelInfo
-
-GRAIN = 64
-"""What is not cut by heads is cut at multiples of this, which the GPUs' matrix units want."""
+from flexslurm.planner.model_spec import even_shard, grained_shard
 
 
 class Cut(StrEnum):
@@ -52,15 +50,12 @@ class TensorLayout:
 
 def share(total: int, ranks: int, rank: int) -> int:
     """How many of `total` things fall to `rank`: as even as can be, the first ranks one more."""
-    return total // ranks + (1 if rank < total % ranks else 0)
+    return even_shard(total, ranks)[rank]
 
 
 def grained_share(total: int, ranks: int, rank: int) -> int:
     """How many of `total` rows fall to `rank` in whole grains, the last rank taking the rest."""
-    if total < GRAIN:
-        return share(total, ranks, rank)
-    own = share(total // GRAIN, ranks, rank) * GRAIN
-    return own + total % GRAIN if rank == ranks - 1 else own
+    return grained_shard(total, ranks)[rank]
 
 
 def _linear(

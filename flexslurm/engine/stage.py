@@ -25,13 +25,12 @@ from flexslurm.engine.batch import Batch
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo, check_model, tp_degrees
 from flexslurm.engine.footprint import page_bytes
 from flexslurm.engine.kv_store import KvShape, KvStore
-from flexslurm.engine.layout import GRAIN
 from flexslurm.engine.shard import Part, ShardSpec, read_spec, tie_head
 from flexslurm.engine.stage_model import StageModel, fresh_rotary, load_config, meta_stage
 from flexslurm.engine.weight_store import WeightStore, WeightView
 from flexslurm.engine.weights import FileSource, Filled, Need, Progress, WeightFiller
 from flexslurm.errors import CapacityError, ModelError
-from flexslurm.planner.model_spec import aligned
+from flexslurm.planner.model_spec import GRAIN, aligned
 
 _PATIENCE_S = 5.0
 _LOOK_AGAIN_S = 0.01

@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 256
 
 
 GRAIN = 64
-"""DeepSpeed cuts MLPs and heads at multiples of this; the engine's `layout` says the same."""
+"""What is not cut by heads is cut at multiples of this, which the GPUs' matrix units want."""
 
 
 class Split(StrEnum):

@@ -18,9 +18,10 @@ from flexslurm.engine.footprint import (
     page_bytes,
     stage_bytes,
 )
-from flexslurm.engine.layout import GRAIN, grained_share, layer_tensors, share
+from flexslurm.engine.layout import grained_share, layer_tensors, share
 from flexslurm.engine.tiny import TINY_FAMILIES
 from flexslurm.errors import ModelError
+from flexslurm.planner.model_spec import GRAIN
 
 TinyModels = Callable[..., Path]
 LLAMA = {
