@@ -103,6 +103,11 @@ def _say(line: str) -> None:
     help="Set a key of the service file, such as gateway.port=8000.",
 )
 @click.option("--dry-run", is_flag=True, help="Print everything, submit nothing.")
+@click.option(
+    "--backfill",
+    is_flag=True,
+    help="Beyond each entry's min_count, put short jobs into holes of Slurm's schedule.",
+)
 @click.option("--no-wait", is_flag=True, help="Return once everything is submitted.")
 @click.option(
     "--timeout",
@@ -115,7 +120,7 @@ def _say(line: str) -> None:
 @_DIR  # fmt: skip
 def launch(
     service_file: Path, site_file: Path, cluster: str, head_place: str | None,
-    overrides: tuple[str, ...], dry_run: bool, no_wait: bool, timeout: float,
+    overrides: tuple[str, ...], dry_run: bool, backfill: bool, no_wait: bool, timeout: float,
     service_dir: str | None,
 ) -> None:  # fmt: skip
     """Launch the service described in SERVICE.yaml and wait until its endpoint answers."""
@@ -127,6 +132,8 @@ def launch(
     from flexslurm.config.check import load_pair
     from flexslurm.wire.service_dir import ServiceDir
 
+    if backfill:
+        overrides = (*overrides, "keeping.backfill=true")
     pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster)
     check_figures(pair.service, pair.site)
     service, site = pair.service.value, pair.site.value

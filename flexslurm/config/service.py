@@ -107,12 +107,15 @@ class KeepingSettings(Section):
         False,
         description="Pilots above min_count are short jobs, shaped to holes in Slurm's schedule.",
     )
+    backfill_least: Seconds = Field(600.0, ge=60, description="The shortest job worth a hole.")
+    backfill_most: Seconds = Field(14400.0, ge=60, description="The longest job put in a hole.")
 
     @model_validator(mode="after")
     def _in_order(self) -> KeepingSettings:
         for low, high in (
             ("retry", "retry_most"),
             ("low_load", "high_load"),
+            ("backfill_least", "backfill_most"),
         ):
             if getattr(self, low) > getattr(self, high):
                 raise misfit(f"it must not be below {low}", high)

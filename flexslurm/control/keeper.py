@@ -368,6 +368,11 @@ class PoolKeeper:
     def _give_way(self, now: float, kept: Kept, info: JobInfo) -> None:
         """A pilot that Slurm does not start makes place for another shape."""
         pilot, waited_s = kept.pilot, now - kept.since
+        if pilot.fills_hole:
+            if waited_s >= self.settings.hole_s:
+                self.end(kept.fragment, f"the hole it was for is gone ({info.reason})")
+                self.trials.fruitless(now, pilot.entry, self._shape_of(pilot), "holes are gone")
+            return
         entry, shape = self.entries[pilot.entry], self._shape_of(pilot)
         never = explain(info.code).verdict is Verdict.NEVER and waited_s >= _NEVER_S
         if not (never or waited_s >= self.settings.waiting_s):

@@ -51,6 +51,8 @@ class KeeperSettings:
     """How long after a submission without an answer its job may still show up."""
     unknown_s: float = 60.0
     """How long Slurm must say that it does not know a job before it is taken for ended."""
+    hole_s: float = 120.0
+    """A job for a hole that waits longer has missed it."""
     most_unsure: int = 2
     """Submissions without an answer that may be open at once."""
 
@@ -183,5 +185,10 @@ class Resize:
     nodes: tuple[str, ...]
 
 
-Call = Submit | Cancel | Resize
+@dataclass(frozen=True, slots=True)
+class SeekHoles:
+    """The next of the calls that show where a short job would fit."""
+
+
+Call = Submit | Cancel | Resize | SeekHoles
 """What asks Slurm: one at a time."""

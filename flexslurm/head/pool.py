@@ -28,15 +28,17 @@ from flexslurm.control.keeper_values import (
     Look,
     Present,
     Resize,
+    SeekHoles,
     Submit,
     Tell,
 )
 from flexslurm.control.members import AgentRecord, AgentState, Members
 from flexslurm.errors import FlexslurmError, ServiceError
+from flexslurm.head.hole_looks import HoleLooks
 from flexslurm.head.ledger import Figures
 from flexslurm.head.pilot_specs import entries_of, keeper_settings, load_settings, pilot_spec
 from flexslurm.slurm.job_names import UNSENT
-from flexslurm.slurm.pilot import Submitter
+from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,9 @@ class Pool:
         self._written = (pilots.pilots, pilots.wanted)
         self._out: asyncio.Future[Any] | None = None
         self._submitting = ""
+        self._holes: HoleLooks | None = None
+        if service.keeping.backfill and isinstance(submitter, SlurmSubmitter):
+            self._holes = HoleLooks(service, site, submitter.client, now=now)
         self._parting: set[tuple[str, str]] = set()
         """Nodes that are to be given back, with their fragments, and whose agents are here."""
         self._load_at = self._seen_at = float("-inf")
@@ -99,7 +104,16 @@ class Pool:
     def next_call(self) -> Call | None:
         if self._closed or not self._is_settled():
             return None
-        return self.keeper.next_call(self._now())
+        now = self._now()
+        call = self.keeper.next_call(now)
+        if call is not None or self._holes is None:
+            return call
+        fill = self._holes.submission(now, self.keeper)
+        if fill is not None:
+            return fill
+        if self._holes.due(self.keeper):
+            return SeekHoles()
+        return None
 
     def _is_settled(self) -> bool:
         """Whether the launcher has written its last: from here on the list is ours."""
@@ -119,6 +133,8 @@ class Pool:
                 await self._cancel(jobs)
             case Resize():
                 await self._resize(call)
+            case SeekHoles():
+                await self._seek()
         self._say()
         self._write()
 
@@ -164,6 +180,14 @@ class Pool:
                 self.keeper.resized(call.fragment, (), error.message)
         else:
             self.keeper.resized(call.fragment, call.nodes)
+
+    async def _seek(self) -> None:
+        assert self._holes is not None
+        try:
+            await self._in_thread(self._holes.step)
+        except FlexslurmError as error:
+            log.info("no holes can be seen now: %s", error.message)
+            self._holes.failed()
 
     def release(self, node: str, members: Members) -> str:
         """Begin to give a node back; what follows, in words. Raises ServiceError for no node."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from flexslurm.config.site import SlurmSettings
 from flexslurm.errors import SlurmError
 from flexslurm.slurm import jobs
+from flexslurm.slurm.backfill import NodeRoom, node_room
 from flexslurm.slurm.command import Completed, clean_env, failure, run
 from flexslurm.slurm.gres import Gres, gpus_of, parse_gres
 from flexslurm.slurm.jobids import JobId, parse_job_id, submitted_id
@@ -28,6 +29,7 @@ from flexslurm.slurm.states import NodeState, node_state
 from flexslurm.slurm.times import told_duration
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+_STARTS = (("starttime", 32), ("schednodes", 1024))
 _GONE = ("invalid job id", "already completing or completed", "job/step already")
 
 
@@ -177,6 +179,22 @@ class SlurmClient:
         """All nodes, or those of these names."""
         out = self.call("scontrol", "show", "node", "-o", *filter(None, [",".join(names)])).out
         return [_node_info(record) for record in parse_records(out, "NodeName")]
+
+    def rooms(self) -> list[NodeRoom]:
+        """All nodes with what is used of them."""
+        out = self.call("scontrol", "show", "node", "-o", "-d").out
+        return [node_room(record) for record in parse_records(out, "NodeName")]
+
+    def reservations(self) -> list[dict[str, str]]:
+        out = self.call("scontrol", "show", "reservation", "-o").out
+        return parse_records(out, "ReservationName")
+
+    def starts(self) -> list[tuple[str, str]]:
+        """When and on which nodes Slurm expects everybody's pending jobs to start."""
+        form = ",".join(f"{name}:{width}{jobs.SEPARATOR}" for name, width in _STARTS)
+        done = self.call("squeue", "--start", "--states=PENDING", "--noheader", f"--Format={form}")
+        cells = [line.split(jobs.SEPARATOR) for line in done.out.split("\n")]
+        return [(row[0].strip(), row[1].strip()) for row in cells if len(row) == len(_STARTS) + 1]
 
     def partitions(self) -> list[PartitionInfo]:
         out = self.call("scontrol", "show", "partition", "-o").out
