@@ -240,7 +240,14 @@ def _for_gain(seen: Observation, current: Gear, settings: PolicySettings) -> Dec
     if not same:
         assert decision is not None
         return decision
-    return _for_load(seen, current, settings, same, horizon)
+    other = _for_load(seen, current, settings, same, horizon)
+    return other if decision is None or other.gear is not None else _neither(decision, other)
+
+
+def _neither(one: Decision, other: Decision) -> Decision:
+    """Two reasons to do nothing; asked again when the first of them may change."""
+    waits = [w for w in (one.look_again_s, other.look_again_s) if w is not None]
+    return Decision(None, f"{one.reason}; {other.reason}", min(waits, default=None))
 
 
 def _for_new_gpus(

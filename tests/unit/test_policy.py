@@ -274,3 +274,14 @@ def test_at_the_first_start_it_says_what_is_waited_for() -> None:
     assert first.reason == "the first gear: one fits what is here (70 tokens/s)"
     later = decide(seen(None, NOTHING, best_with_leaving=NOTHING), SETTINGS)
     assert later.reason == "nothing serves, and nothing fits what is left: 40 bytes are short"
+
+
+def test_two_reasons_to_stay_are_both_said_and_the_nearer_is_looked_at_again() -> None:
+    """New GPUs are worth a shift that comes too early; another gear for the old ones is not."""
+    small, large, other = gear("small", 100.0), gear("large", 200.0, nodes=2), gear("other", 90.0)
+    heavy = window(95.0, waiting=8)
+    case = seen(small, large, options=(Option(other),), windows=(heavy, heavy), since_shift_s=170.0)
+    decision = decide(case, SETTINGS)
+    assert decision.gear is None and decision.look_again_s == 10.0
+    assert "large is estimated at 2.00 times small" in decision.reason
+    assert ": 10 s too early; other is estimated at 0.90 times small" in decision.reason
