@@ -9,7 +9,7 @@ from fake_replica import Answers, FakeReplica, make_replica, make_request, undis
 
 from flexslurm.engine.load import MicroBatch
 from flexslurm.engine.scheduler import Scheduler
-from flexslurm.engine.sequence import TRANSITIONS, IllegalTransition, Sequence, SequenceState
+from flexslurm.engine.sequence import SequenceState
 from flexslurm.errors import ContextTooLong, InvalidRequest, ProtocolError
 from flexslurm.gear import Replica
 from flexslurm.messages import FinishReason, SampledToken, SequenceRequest
@@ -363,36 +363,6 @@ def test_live_sequences_are_given_by_arrival_with_their_tokens() -> None:
         (),
         (),
     ]
-
-
-def test_every_transition_is_in_the_table_or_an_error_with_a_story() -> None:
-    assert TRANSITIONS.keys() == set(SequenceState)
-    for state in SequenceState:
-        for to in SequenceState:
-            sequence = Sequence(make_request("s"))
-            sequence.state = state
-            if to in TRANSITIONS[state]:
-                sequence.move(to)
-                assert sequence.state is to
-            else:
-                with pytest.raises(IllegalTransition, match=f"s cannot go from {state} to {to}"):
-                    sequence.move(to)
-                assert sequence.state is state
-
-
-def test_the_story_names_the_states_it_went_through() -> None:
-    sequence = Sequence(make_request("s"), (7,))
-    for state in ("prefilling", "evicted", "prefilling", "decoding", "finished"):
-        sequence.move(SequenceState(state))
-    story = "waiting → prefilling → evicted → prefilling → decoding → finished"
-    with pytest.raises(IllegalTransition, match=rf"\({story}\); it has 1 tokens of answer"):
-        sequence.move(SequenceState.DECODING)
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 4), (3, 5), (4, 6), (0, 6), (2, 2)])
-def test_tokens_are_cut_across_prompt_and_answer(start: int, end: int) -> None:
-    sequence = Sequence(make_request("s", (10, 11, 12, 13)), (14, 15))
-    assert sequence.tokens(start, end) == tuple(range(10, 16))[start:end]
 
 
 def test_one_taken_partly_rests_at_the_limit_until_it_is_taken_away() -> None:
