@@ -1,7 +1,4 @@
-"""A few threads that do jobs as they come; never holds up whoever has one to be done.
-
-They stand back for the serving thread.
-"""
+"""A few threads that do jobs as they come; never holds up whoever has one to be done."""
 
 from __future__ import annotations
 
@@ -18,9 +15,13 @@ _IDLE_S = 5.0
 
 
 class Crew:
-    """At most `most` threads; jobs beyond wait, at most `waiting` of them."""
+    """At most `most` threads; jobs beyond wait, at most `waiting` of them.
 
-    def __init__(self, name: str, most: int, waiting: int = 1024) -> None:
+    `nice`: they stand back for all other threads.
+    """
+
+    def __init__(self, name: str, most: int, waiting: int = 1024, *, nice: bool = False) -> None:
+        self._nice = nice
         self._name, self._most = name, most
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)
         self._lock = threading.Lock()
@@ -40,7 +41,8 @@ class Crew:
         return True
 
     def _work(self) -> None:
-        be_nice()
+        if self._nice:
+            be_nice()
         while True:
             with self._lock:
                 self._idle += 1

@@ -55,7 +55,8 @@ class KvPuller:
         except FlexslurmError as error:
             self._pulled(order, began, 0, _own(order), error.message)
             return
-        if not self._tenants.work(order.epoch, partial(self._pull, tenant, order, began)):
+        job, paced = partial(self._pull, tenant, order, began), order.rate_bytes_per_s > 0.0
+        if not self._tenants.work(order.epoch, job, paced=paced):
             self._pulled(order, began, 0, _own(order), "too many pulls wait")
 
     def _check_pull(self, tenant: Tenant, order: PullKv) -> None:
@@ -91,9 +92,11 @@ class KvPuller:
             return
         current = set(sink.current())
         left = [n for n in range(sink.items) if found.left.meet(*sink.item(n))]
-        failed = sorted({*found.missing, *left})
-        lost = tuple(own[number] for number in failed if own[number] in current)
-        why = found.reason or ("the source does not have them" if lost else "")
+        failed = {*found.missing, *left}
+        lost = tuple(b for n, b in enumerate(own) if n in failed or b not in current)
+        why = found.reason or (
+            "the source does not have them" if failed else "they were freed meanwhile"
+        )
         here = order.directory is None and order.source.worker == self._worker
         moved = 0 if here else found.moved_bytes
         self._pulled(order, began, moved, lost, why if lost else "", cancel)
@@ -103,11 +106,7 @@ class KvPuller:
         deadline = time.monotonic() + order.timeout_s
         sets: list[ParkedSet] = []
         if order.directory is not None:
-            sets += [
-                FileSet(p) for p in files_of(Path(order.directory), source.worker, source.epoch)
-            ]
-            if not sets:
-                raise StaleEpoch(f"nothing of epoch {source.epoch} is parked in {order.directory}")
+            sets += _open_files(Path(order.directory), source.worker, source.epoch)
         elif source.worker == self._worker:
             sets += self._lot.find(source.epoch)
         if sets:
@@ -128,7 +127,8 @@ class KvPuller:
             )  # fmt: skip
 
         address = source.address, source.data_port
-        return self._fetcher.fetch(Job(address, ask, sink, deadline, cancel))
+        paced = order.rate_bytes_per_s > 0.0
+        return self._fetcher.fetch(Job(address, ask, sink, deadline, cancel, paced=paced))
 
     def _pulled(
         self, order: PullKv, began: float, moved: int, failed: tuple[int, ...], reason: str,

@@ -57,6 +57,7 @@ class Tenants:
         self._busy: dict[int, int] = {}
         """Jobs that touch an epoch's memory."""
         self._crew = Crew("data-receiver", _MOST_AT_ONCE)
+        self._paced = Crew("paced-receiver", _MOST_AT_ONCE, nice=True)
 
     def enter(self, epoch: int) -> Cancel:
         """What calls back all that is fetched for the epoch."""
@@ -116,8 +117,11 @@ class Tenants:
             self._cancels.pop(epoch, None)
         return idle
 
-    def work(self, epoch: int, job: Callable[[Cancel], None]) -> bool:
-        """Have a job done that touches the epoch's memory; False where too many wait."""
+    def work(self, epoch: int, job: Callable[[Cancel], None], *, paced: bool = False) -> bool:
+        """Have a job done that touches the epoch's memory; False where too many wait.
+
+        `paced`: it stands back for whoever serves.
+        """
         with self._changed:
             self._busy[epoch] = self._busy.get(epoch, 0) + 1
             cancel = self._cancels.setdefault(epoch, Cancel())
@@ -128,7 +132,7 @@ class Tenants:
             finally:
                 self._done(epoch)
 
-        if self._crew.do(run):
+        if (self._paced if paced else self._crew).do(run):
             return True
         self._done(epoch)
         return False

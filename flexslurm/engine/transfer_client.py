@@ -100,6 +100,8 @@ class Job:
     cancel: Cancel
     progress: Callable[[int], None] = lambda _: None
     """Told bytes that are right."""
+    paced: bool = False
+    """It is in no hurry: at both ends it stands back for whoever serves."""
 
 
 class _Refused(Exception):
@@ -112,7 +114,8 @@ class Fetcher:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._lock = threading.Lock()
-        self._kept: dict[Address, list[tuple[float, Channel]]] = {}
+        self._kept: dict[tuple[Address, bool], list[tuple[float, Channel]]] = {}
+        """By address, those that are paced apart from those that are not."""
 
     def fetch(self, job: Job) -> Fetched:
         """Fill the job's sink until nothing is left or nothing more can be done.
@@ -168,7 +171,7 @@ class Fetcher:
         finally:
             job.cancel.remove(channel)
             if sound and not job.cancel.is_set:
-                self._keep(job.address, channel)
+                self._keep((job.address, job.paced), channel)
             else:
                 channel.close()
 
@@ -177,7 +180,7 @@ class Fetcher:
     def _channel(self, job: Job) -> Channel:
         faults.reach(Point.CONNECT)
         with self._lock:
-            kept = self._kept.get(job.address, [])
+            kept = self._kept.get((job.address, job.paced), [])
             while kept:
                 since, channel = kept.pop()
                 if time.monotonic() - since < _KEPT_S:
@@ -191,10 +194,10 @@ class Fetcher:
             sock.close()
             raise
 
-    def _keep(self, address: Address, channel: Channel) -> None:
+    def _keep(self, where: tuple[Address, bool], channel: Channel) -> None:
         with self._lock:
             if sum(map(len, self._kept.values())) < _KEPT:
-                self._kept.setdefault(address, []).append((time.monotonic(), channel))
+                self._kept.setdefault(where, []).append((time.monotonic(), channel))
                 return
         channel.close()
 

@@ -1,6 +1,7 @@
 """The data server of a worker: gives pages and weights to whoever has the service's key.
 
-A thread accepts, and each connection has one of its own at low priority. What there is to give is
+A thread accepts, and each connection has one of its own: at low priority once it was asked for
+something at a limited rate, since then a gear serves beside it. What there is to give is
 behind `Catalogue`; how fast, is in what is asked: those who ask for the same rate share one link.
 Never takes anything: who needs something comes for it.
 """
@@ -145,7 +146,6 @@ class TransferServer:
 
     def _attend(self, sock: socket.socket, peer: str) -> None:
         try:
-            be_nice()
             self._converse(sock)
         except ProtocolError as error:
             self.refused += 1
@@ -173,6 +173,8 @@ class TransferServer:
                 self._channels.discard(channel)
 
     def _answer(self, channel: Channel, ask: AskPages | AskWeights) -> None:
+        if ask.rate_bytes_per_s > 0.0:
+            be_nice()  # for good: a client that is in a hurry has other connections
         with self._registered(channel, ask.epoch):
             try:
                 if isinstance(ask, AskPages):

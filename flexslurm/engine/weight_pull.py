@@ -205,7 +205,8 @@ class PeerFiller:
         results: dict[int, Fetched] = {}
 
         def fetch(source: int, pieces: list[PieceRange]) -> None:
-            be_nice()
+            if self._peers.rate_bytes_per_s > 0.0:
+                be_nice()
             results[source] = self._fetch(source, pieces, todo, tally)
 
         threads = [
@@ -252,7 +253,9 @@ class PeerFiller:
         sink = WeightSink(self._arena, pieces, places)
         address = holder.address, holder.data_port
         deadline = max(self._peers.deadline, time.monotonic())
-        return self._fetcher.fetch(Job(address, ask, sink, deadline, self._cancel, tally.add))
+        paced = self._peers.rate_bytes_per_s > 0.0
+        job = Job(address, ask, sink, deadline, self._cancel, tally.add, paced)
+        return self._fetcher.fetch(job)
 
     def _account(
         self, pieces: list[PieceRange], found: Fetched | None, todo: dict[tuple[str, int], _Open]

@@ -1,12 +1,14 @@
 """What shifts took beside what was expected of them, so that the next is expected better; pure.
 
 Expectations come from bytes and the links' nominal rates. What they leave out (round trips, steps
-that end, processors that are shared) is much alike from one shift to the next of its kind, so they
-are stretched by what the last ones took longer.
+that end, groups that close, processors that are shared) is much alike from one shift to the next of
+its kind: the median of what the last ones took longer, or less, is added.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,11 +17,8 @@ import msgspec
 from flexslurm.engine.memory_plan import Verdict
 from flexslurm.engine.shift_plan import ShiftPlan
 
-_WEIGHT = 0.5
-"""Of the last shift against those before it."""
-_LEAST_S = 1e-4
-"""What is expected to take less is no measure of anything."""
-_MOST = 1000.0
+_LAST = 5
+"""Shifts of a kind that count."""
 
 
 class Part(StrEnum):
@@ -29,32 +28,29 @@ class Part(StrEnum):
 
 @dataclass(slots=True)
 class Lessons:
-    """Factors by kind of shift; 1 until something was measured."""
+    """Seconds by kind of shift; none until something was measured."""
 
-    _factors: dict[tuple[Verdict, Part], float] = field(default_factory=dict)
+    _more: dict[tuple[Verdict, Part], deque[float]] = field(default_factory=dict)
 
-    def factor(self, verdict: Verdict, part: Part) -> float:
-        return self._factors.get((verdict, part), 1.0)
+    def more_s(self, verdict: Verdict, part: Part) -> float:
+        """What shifts of this kind take beyond what their bytes would."""
+        seen = self._more.get((verdict, part))
+        return statistics.median(seen) if seen else 0.0
 
     def corrected(self, plan: ShiftPlan) -> ShiftPlan:
         """The plan with the times that are to be expected here."""
         kind = plan.memory.verdict
         return msgspec.structs.replace(
             plan,
-            transfer_s=plan.transfer_s * self.factor(kind, Part.TRANSFER),
-            pause_s=plan.pause_s * self.factor(kind, Part.PAUSE),
+            transfer_s=max(plan.transfer_s + self.more_s(kind, Part.TRANSFER), 0.0),
+            pause_s=max(plan.pause_s + self.more_s(kind, Part.PAUSE), 0.0),
         )
 
     def learn(self, plan: ShiftPlan, transfer_s: float, pause_s: float) -> None:
         """Take what a shift took; `plan` as it was before it was corrected."""
         kind = plan.memory.verdict
-        self._take((kind, Part.TRANSFER), transfer_s, plan.transfer_s)
-        self._take((kind, Part.PAUSE), pause_s, plan.pause_s)
-
-    def _take(self, key: tuple[Verdict, Part], took_s: float, expected_s: float) -> None:
-        if expected_s < _LEAST_S or took_s <= 0.0:
-            return
-        found = min(max(took_s / expected_s, 1 / _MOST), _MOST)
-        before = self._factors.get(key)
-        # By ratios, not differences: twice as long and half as long weigh the same.
-        self._factors[key] = found if before is None else before ** (1 - _WEIGHT) * found**_WEIGHT
+        for part, took_s, expected_s in (
+            (Part.TRANSFER, transfer_s, plan.transfer_s),
+            (Part.PAUSE, pause_s, plan.pause_s),
+        ):
+            self._more.setdefault((kind, part), deque(maxlen=_LAST)).append(took_s - expected_s)

@@ -195,7 +195,7 @@ class Moves:
             self._left.append(under.mover)
         self._away.tidy(adopted)
         figures = under.figures(self._now(), adopted, counts, self._ledger.has)
-        if under.plan.nominal is not None:
+        if under.plan.nominal is not None and figures.moved:  # else there was nothing to wait for
             move_s = self._weights_s(switch.epoch) + figures.move_s
             self._lessons.learn(under.plan.nominal, move_s, figures.pause_s)
         return Switched(switch.epoch, figures)

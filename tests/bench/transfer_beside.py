@@ -47,9 +47,9 @@ GOAL = 0.85
 MODEL = {"layers": 12, "hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 1536}
 LAYERS, HEADS, BLOCK, HEAD_DIM = 12, 6, 16, 32
 SEQUENCES, PROMPT = 8, 200
-BLOCKS = 120
-"""Pages of so many blocks are moved over and over: about 66 MiB."""
-WINDOW_S, TURNS = 1.5, 6
+BLOCKS = 30
+"""Pages of so many blocks are moved over and over: about 17 MiB."""
+WINDOW_S, TURNS = 0.8, 12
 SHARE = 0.6
 LIMIT = 100e6
 KEY = b"bench-of-transfers-beside-a-gear"
