@@ -138,12 +138,12 @@ def _site(site_file: Path) -> Iterator[Verdict]:
     from flexslurm.cli.doctor_words import fail, note, ok
     from flexslurm.cli.site_commands import findings_of
     from flexslurm.config.sources import load_site
-    from flexslurm.errors import SlurmError
+    from flexslurm.errors import FlexslurmError
 
     loaded = load_site(site_file)
     try:
         found = findings_of(loaded, offline=False)
-    except SlurmError:  # said already
+    except FlexslurmError:  # that Slurm is not there has been said
         found = findings_of(loaded, offline=True)
     for problem in found.problems:
         yield fail("site file", site_file.name, problem, f"mend {site_file}")

@@ -68,13 +68,18 @@ def discover(
 
 
 def _settings(cluster: str | None, commands: tuple[str, ...]) -> SlurmSettings:
-    from flexslurm.config.site import SlurmSettings
+    from flexslurm.config.schema import nearest_hint
+    from flexslurm.config.site import COMMANDS, SlurmSettings
+    from flexslurm.errors import ConfigError
 
     names = {}
     for entry in commands:
         name, equals, other = entry.partition("=")
         if not equals or not name or not other:
             raise click.UsageError(f"--command takes NAME=OTHER, not '{entry}'")
+        if name not in COMMANDS:
+            hint = nearest_hint(name, COMMANDS)
+            raise ConfigError(f"--command: Slurm has no command '{name}'", hint=hint)
         names[name] = other
     return SlurmSettings(cluster=cluster, commands=names, conf=os.environ.get("SLURM_CONF"))
 
