@@ -169,3 +169,19 @@ def test_what_is_called_off_while_it_is_parked_is_not_kept(
     one.transfers.unpark(UnparkKv(epoch=1))
     assert one.transfers.lot.used_bytes == 0
     assert not list((tmp_path / "there").glob("*"))
+
+
+def test_a_damaged_file_costs_its_own_blocks_alone(
+    sides: tuple[Side, Side], tmp_path: Path
+) -> None:
+    one, two = sides
+    write(one.store(1), range(4))
+    for ticket, block in ((1, 2), (2, 3)):
+        one.transfers.park(ParkKv(epoch=1, ticket=ticket, blocks=(block,), directory=str(tmp_path)))
+        assert not one.answer(ticket).failed
+    damaged = min(tmp_path.glob("*.park"))
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    new = two.store(2)
+    two.transfers.pull(pull(one, 1, 2, [(2, 0), (3, 1)], ticket=3, directory=str(tmp_path)))
+    assert two.answer(3).failed == (0,)
+    check(new, [(3, 1)], (0, LAYERS), (0, HEADS))

@@ -174,7 +174,7 @@ def test_what_comes_for_a_freed_block_goes_nowhere(sides: tuple[Side, Side]) -> 
     new.prepare([39], [], [])
     new.pool[torch.from_numpy(new.cells[39])] = 7.0
     answer = two.answer(1)
-    assert not answer.failed, "nobody wants the block that was freed"
+    assert answer.failed == (39,) and answer.reason == "they were freed meanwhile"
     assert (new.pool[torch.from_numpy(new.cells[39])] == 7.0).all()
 
 
