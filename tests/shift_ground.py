@@ -259,6 +259,7 @@ def ground(
 ) -> Iterator[Ground]:  # fmt: skip
     """A service whose processes look into a file for faults."""
     file = home / "faults"
+    settings["keeping"] = {"enabled": False}  # what ends is submitted again by `mend`
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, f"@{file}")
         with running(home, settings, site) as service:
