@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexslurm.cli import shared_options as shared
+
 if TYPE_CHECKING:
     from flexslurm.cli.doctor_words import Verdict
     from flexslurm.config.site import Site
@@ -25,19 +27,12 @@ _OLDEST = (20, 11, 0)
 
 
 @click.command()
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    help="Without it Slurm is asked as it comes, and any address will do.",
-)
+@shared.site("Without it Slurm is asked as it comes, and any address will do.")
 @click.option(
     "--model", metavar="DIR", type=click.Path(path_type=Path), help="Must be readable everywhere."
 )
 @click.option("--job", "in_job", is_flag=True, help="In an allocation: on every node of it.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shared.JSON
 @click.option(
     "--timeout",
     type=click.FloatRange(min=4, max=3600),

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
 
 if TYPE_CHECKING:
     from flexslurm.config.site import Site
     from flexslurm.slurm.hook_files import Hook
 
-_SITE = click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    help="Limits for the Lua hooks, and the names of Slurm's commands.",
-)
+_SITE = shared.site("Limits for the Lua hooks, and the names of Slurm's commands.")
 
 
 @click.group(cls=CommandGroup)

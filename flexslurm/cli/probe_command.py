@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexslurm.cli import shared_options as shared
+
 if TYPE_CHECKING:
     from flexslurm.planner.links import LinkRow
     from flexslurm.slurm.link_probe import Answer
@@ -19,14 +21,7 @@ _TABLE_ROWS = 20
 
 
 @click.command()
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    help="What the cluster is made of; not needed with --local.",
-)
+@shared.site("What the cluster is made of; not needed with --local.")
 @click.option("--nodes", "-n", type=click.IntRange(2, 4096), default=2, show_default=True)
 @click.option("--partition", help="Where the nodes are; default: Slurm's own.")
 @click.option("--nodelist", metavar="NODES", help="These nodes, as a100n[1-4].")
@@ -49,7 +44,7 @@ _TABLE_ROWS = 20
     metavar="FILE",
     help="Where the measurements go, for `flexslurm plan --links`.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")  # fmt: skip
+@shared.QUIET  # fmt: skip
 def probe(**options: Any) -> None:
     """Measure latency and bandwidth between nodes, for `measured.links` in the site file.
 

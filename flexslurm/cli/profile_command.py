@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexslurm.cli import shared_options as shared
+
 if TYPE_CHECKING:
     from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import Site
@@ -26,15 +28,7 @@ _COUNT = click.IntRange(min=1)
 
 @click.command()
 @click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    required=True,
-    help="What the cluster is made of.",
-)
+@shared.SITE
 @click.option("--gpu-type", required=True, metavar="TYPE", help="A key of the site's gpu_types.")
 @click.option(
     "--tp",
@@ -82,7 +76,7 @@ _COUNT = click.IntRange(min=1)
     metavar="DIR",
     help="Where the files go; with a job, on a shared disk.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")  # fmt: skip
+@shared.QUIET  # fmt: skip
 def profile(**options: Any) -> None:
     """Measure MODEL (a checkpoint directory) on one GPU type, for `measured.profiles` of the site.
 

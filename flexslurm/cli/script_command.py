@@ -7,22 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
+
 if TYPE_CHECKING:
     from flexslurm.config.service import Fragment
     from flexslurm.config.site import Site
 
 
 @click.command()
-@click.argument("service_file", metavar="SERVICE.yaml", type=click.Path(path_type=Path))
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    required=True,
-    help="What the cluster is made of.",
-)
+@shared.SERVICE_FILE
+@shared.SITE
 @click.option(
     "--components",
     metavar="LIST",
@@ -34,13 +28,9 @@ if TYPE_CHECKING:
     help="A first component without GPUs for the head, as the site's 'head' says: then the loss of "
     "a GPU node is never the head's.",
 )
-@click.option(
-    "--to", "target", metavar="FILE", type=click.Path(path_type=Path), help="Default: print it."
-)
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
-@click.option(
-    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
-)
+@shared.TO_FILE
+@shared.FORCE
+@shared.SERVICE_DIR
 def script(
     service_file: Path, site_file: Path, components: str | None, head_node: bool,
     target: Path | None, force: bool, service_dir: str | None,

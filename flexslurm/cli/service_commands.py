@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.errors import FlexslurmError, ServiceError
 
 if TYPE_CHECKING:
     from flexslurm.cli.launch import LaunchPlan
     from flexslurm.gear import Gear, NoGear
     from flexslurm.wire.service_dir import Pilots, ServiceDir
-
-_MOST_S = 1e8
-
-
-class _SecondsType(click.FloatRange):
-    """Seconds to wait: no negative ones, no endless ones, and numbers only (nan is none)."""
-
-    name = "seconds"
-
-    def convert(
-        self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))  # type: ignore[arg-type]
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return number
-
-
-_SECONDS = _SecondsType(min=0, max=_MOST_S)
-
-_NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
-_DIR = click.option(
-    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
-)
 
 
 def find_service(service: str | None, service_dir: str | None) -> ServiceDir:
@@ -72,16 +48,8 @@ def _say(line: str) -> None:
 
 
 @click.command()
-@click.argument("service_file", metavar="SERVICE.yaml", type=click.Path(path_type=Path))
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=click.Path(path_type=Path),
-    envvar="FLEXSLURM_SITE",
-    required=True,
-    help="What the cluster is made of.",
-)
+@shared.SERVICE_FILE
+@shared.SITE
 @click.option(
     "--cluster",
     type=click.Choice(["slurm", "local", "allocation"]),
@@ -111,13 +79,13 @@ def _say(line: str) -> None:
 @click.option("--no-wait", is_flag=True, help="Return once everything is submitted.")
 @click.option(
     "--timeout",
-    type=_SECONDS,
+    type=shared.SECONDS,
     default=1800.0,
     show_default=True,
     metavar="S",
     help="How long to wait for the endpoint; the service goes on after it.",
 )
-@_DIR  # fmt: skip
+@shared.SERVICE_DIR  # fmt: skip
 def launch(
     service_file: Path, site_file: Path, cluster: str, head_place: str | None,
     overrides: tuple[str, ...], dry_run: bool, backfill: bool, no_wait: bool, timeout: float,
@@ -204,10 +172,10 @@ def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
-@_DIR
+@shared.SERVICE_DIR
 def status(service: str | None, as_json: bool, watch: bool, service_dir: str | None) -> None:
     """Show what a service runs on, in which gear and why."""
     from flexslurm.cli.ask import ask_status
@@ -230,14 +198,14 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.argument("part", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on as lines come.")
 @click.option(
     "--lines", "-n", type=click.IntRange(min=0), default=50, show_default=True,
     help="Lines from the end.",
 )  # fmt: skip
-@_DIR
+@shared.SERVICE_DIR
 def logs(
     service: str | None, part: str | None, follow: bool, lines: int, service_dir: str | None
 ) -> None:
@@ -260,16 +228,16 @@ def logs(
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.option(
     "--drain",
-    type=_SECONDS,
+    type=shared.SECONDS,
     default=0.0,
     metavar="S",
     help="Let running requests end for this long first.",
 )
-@click.option("--timeout", type=_SECONDS, default=60.0, show_default=True, metavar="S")
-@_DIR  # fmt: skip
+@click.option("--timeout", type=shared.SECONDS, default=60.0, show_default=True, metavar="S")
+@shared.SERVICE_DIR  # fmt: skip
 def stop(service: str | None, drain: float, timeout: float, service_dir: str | None) -> None:
     """End a service: its head, its pilots and their jobs."""
     from flexslurm.cli.stopping import stop_service
@@ -278,10 +246,10 @@ def stop(service: str | None, drain: float, timeout: float, service_dir: str | N
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.argument("pilot", required=False)
 @click.option("--undo", is_flag=True, help="Take it into use again.")
-@_DIR
+@shared.SERVICE_DIR
 def cordon(service: str | None, pilot: str | None, undo: bool, service_dir: str | None) -> None:
     """Move a service off a pilot without ending the pilot."""
     from flexslurm.cli.ask import ask

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.errors import ServiceError
-
-_NAME = click.argument("service", metavar="SERVICE", required=False, default=None)
-_DIR = click.option(
-    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
-)
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.option(
     "--to",
     "gear",
@@ -22,7 +18,7 @@ _DIR = click.option(
     help="An allocation such as a100:4x2, a layout as 'flexslurm status' shows it, or best.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the moves, their bytes and times; do nothing.")
-@_DIR
+@shared.SERVICE_DIR
 def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None) -> None:
     """Go into another gear and stay there until members come or go; 'best' ends that."""
     from flexslurm.cli.ask import ask
@@ -43,9 +39,9 @@ def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.argument("fragment")
-@_DIR
+@shared.SERVICE_DIR
 def drain(service: str | None, fragment: str, service_dir: str | None) -> None:
     """Move a service off a pilot, and end the pilot once nothing of it is used."""
     from flexslurm.cli.ask import ask
@@ -59,9 +55,9 @@ def drain(service: str | None, fragment: str, service_dir: str | None) -> None:
 
 
 @click.command()
-@_NAME
+@shared.SERVICE
 @click.argument("node", required=False)
-@_DIR
+@shared.SERVICE_DIR
 def release(service: str | None, node: str | None, service_dir: str | None) -> None:
     """Move a service off one node and give it back; the other nodes of its pilot stay."""
     from flexslurm.cli.ask import ask

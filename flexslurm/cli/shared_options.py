@@ -1,0 +1,58 @@
+"""Arguments and options that several commands have, each written once; reads no file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_MOST_S = 1e8
+
+
+class _SecondsType(click.FloatRange):
+    """Seconds to wait: no negative ones, no endless ones, and numbers only (nan is none)."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))  # type: ignore[arg-type]
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
+
+
+SECONDS = _SecondsType(min=0, max=_MOST_S)
+PATH = click.Path(path_type=Path)
+
+SERVICE = click.argument("service", metavar="SERVICE", required=False, default=None)
+SERVICE_FILE = click.argument("service_file", metavar="SERVICE.yaml", type=PATH)
+SERVICE_DIR = click.option(
+    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress.")
+FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
+TO_FILE = click.option("--to", "target", metavar="FILE", type=PATH, help="Default: print it.")
+
+
+def site(words: str, *, required: bool = False) -> Callable[[Command], Command]:
+    """`--site`, or $FLEXSLURM_SITE; `words`: what the command wants it for."""
+    return click.option(
+        "--site",
+        "site_file",
+        metavar="SITE.yaml",
+        type=PATH,
+        envvar="FLEXSLURM_SITE",
+        required=required,
+        help=words,
+    )
+
+
+SITE = site("What the cluster is made of.", required=True)
