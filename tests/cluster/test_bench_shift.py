@@ -38,9 +38,7 @@ def test_a_quick_bench_gives_every_figure_of_every_shift(
         assert shift["from"] != shift["to"] and shift["tokens_equal"]
         figures = [shift[key] for key in (ASKED | FURTHER) - {"from", "to", "mode"}]
         assert all(math.isfinite(value) and value >= 0 for value in figures)
-        # what is parked is read from the files and out of host memory, whoever had it
-        least, moved = shift["bytes_optimal"], shift["bytes_moved"]
-        assert least < moved if shift["mode"] == "park" else least == moved
+        assert 0 < shift["bytes_optimal"] == shift["bytes_moved"], "also where KV was parked"
         assert shift["longest_extra_gap_s"] < shift["cold_restart_s"]
         assert shift["decode_step_s"] > 0 and shift["link_bytes_per_s"] > 0
         parts_s = shift["drain_s"] + shift["last_move_s"]
