@@ -11,9 +11,17 @@ import pytest
 from flexslurm.config.schema import parse_section
 from flexslurm.config.site import Site
 from flexslurm.errors import ConfigError, EnvironmentFault
+from flexslurm.planner.leaves import read_leaves
 from flexslurm.slurm import sandbox_host
+from flexslurm.slurm.nodelist import expand
 from flexslurm.slurm.sandbox_config import SandboxConfig, default_config, load_config
-from flexslurm.slurm.sandbox_files import Layout, gres_conf, slurm_conf, sockets_fit
+from flexslurm.slurm.sandbox_files import (
+    Layout,
+    gres_conf,
+    slurm_conf,
+    sockets_fit,
+    topology_conf,
+)
 from flexslurm.slurm.sandbox_site import site_yaml
 
 YAML = """\
@@ -67,6 +75,15 @@ def test_slurm_conf(config: SandboxConfig) -> None:
     ]
 
 
+def test_switches_are_one_tree() -> None:
+    text = YAML + "switches: {left: [big1, login1], right: [big2]}\n"
+    config = parse_section(SandboxConfig, text, "s.yaml")
+    assert "TopologyPlugin=topology/tree" in slurm_conf(config, LAYOUT, PORTS, "host", "me")
+    shown = topology_conf(config)
+    assert read_leaves(shown, expand) == {"big1": "left", "login1": "left", "big2": "right"}
+    assert "SwitchName=spine Switches=left,right" in shown
+
+
 def test_the_site_file_says_what_the_sandbox_is(config: SandboxConfig) -> None:
     site = parse_section(Site, site_yaml(config, Path("/d/slurm.conf")), "site.yaml")
     assert site.slurm.conf == "/d/slurm.conf" and site.kill_wait_s("low") == 8.0
@@ -101,6 +118,10 @@ def test_no_file_is_the_default(tmp_path: Path) -> None:
         ("preempt_mode: CANCEL", "preempt_mode: SUSPEND", "preempt_mode"),
         ("kill_wait: 8s", "kill_wait: 8 s", None),
         ("kill_wait: 8s", "head_partition: gpu", "names the partition 'gpu'"),
+        ("kill_wait: 8s", "switches: {a: [big1, big2]}", "on no switch: login1"),
+        ("kill_wait: 8s", "switches: {a: [big1, big2, login1, big1]}", "on two switches"),
+        ("kill_wait: 8s", "switches: {a: [big3]}", "switch 'a' names the node 'big3'"),
+        ("kill_wait: 8s", "switches: {A B: [big1]}", "switches"),
     ],
 )
 def test_errors_name_the_place(old: str, new: str, message: str | None) -> None:
