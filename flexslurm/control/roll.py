@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flexslurm.control.actions import Action, Record, Say, Send
+from flexslurm.control.endings import Endings
 from flexslurm.control.events import (
-    PREEMPT_TIME,
     ControlSettings,
     Cordon,
     Heard,
@@ -126,6 +126,7 @@ class Roll:
 
     def __init__(self, settings: ControlSettings, members: Members) -> None:
         self._settings, self._members = settings, members
+        self._endings = Endings()
 
     def take(self, now: float, event: RollEvent) -> Told:
         """Take one event in."""
@@ -159,7 +160,11 @@ class Roll:
         told = Told()
         if isinstance(event, PilotGone):  # another run of it ends at another time
             self._members.walltime_ends_at.pop(event.fragment, None)
-        for agent in self._members.of_fragment(event.fragment):
+            self._endings.gone(event.fragment)
+        agents = self._members.of_fragment(event.fragment)
+        if isinstance(event, PilotLeaving) and not agents:
+            self._endings.early(event.fragment, event.source, now + event.grace_s)
+        for agent in agents:
             if isinstance(event, PilotGone):
                 told += self._drop(agent, event.reason)
             elif isinstance(event, PilotStays):
@@ -220,6 +225,9 @@ class Roll:
             told.changes.append(Joined(self._members.agents[hello.incarnation]))
             what = f"{len(hello.gpus)} {hello.gpu_type}"
             told.actions.append(Say(f"{hello.fragment} on {hello.node} joined: {what}"))
+            early = self._endings.met(now, hello.fragment)
+            if early is not None:
+                told += self._on_leaving(now, self._members.agents[hello.incarnation], *early)
         return told
 
     def _refusal(self, sender: str, hello: AgentHello) -> str:
@@ -267,22 +275,29 @@ class Roll:
         return Told()
 
     def _on_leaving(self, now: float, agent: AgentRecord, source: str, grace_s: float) -> Told:
-        leaves_at = now + grace_s
+        ending, fresh, news = self._endings.take(
+            now, agent.hello.fragment, agent.id, source, grace_s, agent.walltime_ends_at
+        )
+        agent.leaves_at = self._endings.deadline(agent.id)
+        record = {
+            "event": "leaving" if fresh else "leaving too", "fragment": ending.fragment,
+            "source": source, "cause": str(ending.cause),
+            "ends_in_s": round(ending.ends_at - now, 3), "after_s": round(ending.heard[source], 3),
+        }  # fmt: skip
+        told = Told([Record(record)] if news else [])
         if agent.state is AgentState.LEAVING:
-            # A signal may be a preemption's or a cancel's, so it promises the shorter; Slurm's own
-            # word on the preemption knows better.
-            known = None if source == PREEMPT_TIME else agent.leaves_at
-            agent.leaves_at = leaves_at if known is None else min(known, leaves_at)
-            return Told()
-        agent.state, agent.leaves_at, agent.leave_source = AgentState.LEAVING, leaves_at, source
-        record = {"event": "leaving", "fragment": agent.hello.fragment, "source": source}
-        said = Say(f"{agent.name} leaves in {grace_s:.0f} s ({source})", True)
-        return Told([Record(record), said], [Leaves(agent)])
+            return told
+        agent.state, agent.leave_source = AgentState.LEAVING, source
+        left_s = ending.ends_at - now
+        told.actions.append(Say(f"{agent.name} leaves in {left_s:.0f} s ({source})", True))
+        told.changes.append(Leaves(agent))
+        return told
 
     def _on_staying(self, agent: AgentRecord, why: str) -> Told:
         """It was on notice and is not any more; one that is empty has been told to end."""
         if agent.state is not AgentState.LEAVING or agent.released:
             return Told()
+        self._endings.stays(agent.hello.fragment, agent.id)
         agent.state, agent.leaves_at, agent.leave_source = AgentState.READY, None, ""
         record = {"event": "stays", "fragment": agent.hello.fragment, "why": why}
         return Told([Record(record), Say(f"{agent.name} stays: {why}")], [Stays(agent)])
@@ -366,6 +381,7 @@ class Roll:
         return Told(changes=[WorkerGone(member)])
 
     def _drop(self, agent: AgentRecord, why: str) -> Told:
+        self._endings.forget(agent.id)
         self._members.drop(agent.id)
         return self._gone(agent, why)
 
