@@ -11,11 +11,10 @@
 #SBATCH --output=flexslurm.%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --no-kill
 #SBATCH --signal=B:USR1@120
-#SBATCH --partition=scavenge --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --gres=gpu:a100:2
+#SBATCH --partition=scavenge --nodes=1 --ntasks-per-node=1 --no-kill --cpus-per-task=2 --gres=gpu:a100:2
 #SBATCH hetjob
-#SBATCH --partition=scavenge --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --gres=gpu:l40s:1
+#SBATCH --partition=scavenge --nodes=2 --ntasks-per-node=1 --no-kill --cpus-per-task=1 --gres=gpu:l40s:1
 
 # Without a shell in between, signals reach the launcher. The job ends with the service.
 exec flexslurm launch "$@" --cluster allocation

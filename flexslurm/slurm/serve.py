@@ -43,8 +43,11 @@ _BODY = """\
 exec {launch} --cluster allocation
 """
 _COMPONENT = re.compile(
-    r"^(?:(?P<partition>[^/:]+)/)?(?P<type>[^/:]+):(?P<gpus>\d+)(?:x(?P<n>\d+))?$"
+    r"^(?:(?P<partition>[^/:]+)/)?(?P<type>[^/:]+):(?P<gpus>\d{1,5})(?:x(?P<n>\d{1,5}))?$", re.ASCII
 )
+# Not carried over from the first component to the others: without it the loss of one of their nodes
+# takes the whole job.
+_NO_KILL = ("--no-kill",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,6 @@ def _whole_job(pool: Sequence[Fragment], site: Site, call: ServeCall | None) -> 
         f"--output={name}.%j.log",
         "--open-mode=append",
         "--requeue" if all(entry.requeue for _, entry in entries) else "--no-requeue",
-        "--no-kill",
         f"--signal=B:USR1@{warning_s(walltime)}",
     ]
     return options if walltime is None else [*options, f"--time={format_duration(walltime)}"]
@@ -156,6 +158,7 @@ def _component(fragment: Fragment, site: Site, comment: Sequence[str]) -> list[s
         *where_options(fragment.partition, partition, None),
         f"--nodes={fragment.count}",
         "--ntasks-per-node=1",
+        *_NO_KILL,
         f"--cpus-per-task={fragment.gpus * partition.cpus_per_gpu}",
         gres_option(fragment.gpu_type, fragment.gpus, site),
         *comment,
@@ -170,6 +173,7 @@ def _head_component(site: Site, comment: Sequence[str]) -> list[str]:
         *where_options(head.partition, _partition(head.partition, site), None),
         "--nodes=1",
         "--ntasks=1",
+        *_NO_KILL,
         f"--cpus-per-task={head.cpus}",
         f"--mem={max(1, head.memory // 2**20)}M",
         *comment,

@@ -87,7 +87,19 @@ def test_entries_of_one_kind_are_one_component(full: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a100", "a100:0", "a100:x2", "a100:4x0", "a/b/c:1", ":4", "a100:4,", "a100:99999"]
+    "text",
+    [
+        "a100",
+        "a100:0",
+        "a100:x2",
+        "a100:4x0",
+        "a/b/c:1",
+        ":4",
+        "a100:4,",
+        "a100:99999",
+        f"a100:{'9' * 5000}",
+        "a100:²",
+    ],
 )
 def test_components_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--components: cannot read") as caught:

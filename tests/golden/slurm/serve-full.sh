@@ -11,18 +11,17 @@
 #SBATCH --output=flexslurm.chat.%j.log
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
-#SBATCH --no-kill
 #SBATCH --signal=B:USR1@120
 #SBATCH --time=0-02:00:00
-#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=2 --ntasks-per-node=1 --cpus-per-task=24 --gres=gpu:nvidia_a100_80gb:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
+#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=2 --ntasks-per-node=1 --no-kill --cpus-per-task=24 --gres=gpu:nvidia_a100_80gb:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
 #SBATCH hetjob
-#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=3 --ntasks-per-node=1 --cpus-per-task=6 --gres=gpu:a100_2g.20gb:1 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
+#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=3 --ntasks-per-node=1 --no-kill --cpus-per-task=6 --gres=gpu:a100_2g.20gb:1 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
 #SBATCH hetjob
-#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=1 --ntasks-per-node=1 --cpus-per-task=6 --gres=shard:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
+#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=1 --ntasks-per-node=1 --no-kill --cpus-per-task=6 --gres=shard:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
 #SBATCH hetjob
-#SBATCH --partition=cancelled --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --gres=gpu:nvidia_a100_80gb:2 --comment=flexslurm:/shared/services/chat
+#SBATCH --partition=cancelled --nodes=1 --ntasks-per-node=1 --no-kill --cpus-per-task=2 --gres=gpu:nvidia_a100_80gb:2 --comment=flexslurm:/shared/services/chat
 #SBATCH hetjob
-#SBATCH --nodes=1 --ntasks-per-node=1 --cpus-per-task=1 --gres=gpu:nvidia_a100_80gb:1 --comment=flexslurm:/shared/services/chat
+#SBATCH --nodes=1 --ntasks-per-node=1 --no-kill --cpus-per-task=1 --gres=gpu:nvidia_a100_80gb:1 --comment=flexslurm:/shared/services/chat
 
 # sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.
 unset SLURM_TRES_PER_TASK

@@ -11,12 +11,11 @@
 #SBATCH --output=flexslurm.chat.%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --no-kill
 #SBATCH --signal=B:USR1@120
 #SBATCH --time=0-04:00:00
-#SBATCH --partition=cpu --account=heads --nodes=1 --ntasks=1 --cpus-per-task=4 --mem=8192M --comment=flexslurm:/shared/services/chat --nice=100
+#SBATCH --partition=cpu --account=heads --nodes=1 --ntasks=1 --no-kill --cpus-per-task=4 --mem=8192M --comment=flexslurm:/shared/services/chat --nice=100
 #SBATCH hetjob
-#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=2 --ntasks-per-node=1 --cpus-per-task=24 --gres=gpu:nvidia_a100_80gb:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
+#SBATCH --partition=spare --account=proj --qos=low --constraint='ib&nvme' --nodes=2 --ntasks-per-node=1 --no-kill --cpus-per-task=24 --gres=gpu:nvidia_a100_80gb:4 --comment=flexslurm:/shared/services/chat --comment='preempt me' --exclusive
 
 # sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.
 unset SLURM_TRES_PER_TASK
