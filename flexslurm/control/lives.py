@@ -6,7 +6,7 @@ ends, or that is sent away by us, is none: that was known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from flexslurm.control.actions import Action, Record
 from flexslurm.control.horizon import LossHistory
@@ -21,17 +21,23 @@ _HOUR_S = 3600.0
 
 
 class Lives:
-    """`kinds`: the kind of a pilot by its name; one that is not there is of its GPU type's."""
+    """`kind_of`: the kind of a pilot by its name; one that has none is of its GPU type's."""
 
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self._kinds = kinds
+    def __init__(self, kind_of: Callable[[str], str]) -> None:
+        self._kind_of = kind_of
+        self._kinds: dict[str, str] = {}
+        """Of pilots that are here, or were a moment ago."""
         self._history = LossHistory()
         self._at: float | None = None
         self._lost_at: dict[str, float] = {}
         self._recorded_at: float | None = None
 
     def kind_of(self, agent: AgentRecord) -> str:
-        return self._kinds.get(agent.hello.fragment, agent.hello.gpu_type)
+        fragment = agent.hello.fragment
+        known = self._kinds.get(fragment) or self._kind_of(fragment)
+        if known:
+            self._kinds[fragment] = known
+        return known or agent.hello.gpu_type
 
     def pass_time(self, now: float, agents: Iterable[AgentRecord]) -> list[Action]:
         """These were here since the last call; gives a record once in a while."""
@@ -43,6 +49,8 @@ class Lives:
             self._history.watched(kind, passed_s)
         recent = {f: at for f, at in self._lost_at.items() if now - at < _ONE_LOSS_S}
         self._lost_at = recent
+        here = pilots.keys() | recent.keys()
+        self._kinds = {name: kind for name, kind in self._kinds.items() if name in here}
         if self._recorded_at is None:
             self._recorded_at = now
         return [self._record(now)] if now - self._recorded_at >= _RECORD_EVERY_S else []

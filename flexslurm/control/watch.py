@@ -6,8 +6,8 @@ far estimates are off, and for what may be lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.lives import Lives
@@ -21,8 +21,8 @@ _RECOVERY_WEIGHT = 0.5
 class WatchSettings:
     interval_s: float = 10.0
     window_s: float = 300.0
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each pilot, by its name: what it shares its risks with."""
+    kind_of: Callable[[str], str] = lambda fragment: ""
+    """What a pilot shares its risks with, by its name; "" where that is not known."""
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
         """When the last window ended that was looked at."""
         self._broken_at: float | None = None
         self._recovery_s: float | None = None
-        self.lives = Lives(settings.kinds)
+        self.lives = Lives(settings.kind_of)
         self.measuring = False
         """Whether a sample has ever come."""
         self.last: Sample | None = None

@@ -41,7 +41,7 @@ from flexslurm.head.poller import JobPoller
 from flexslurm.head.pool import Pool, load_of, open_pool
 from flexslurm.head.reporting import Reporter
 from flexslurm.head.request_notes import RequestNotes
-from flexslurm.head.settings import control_settings, submitter_for
+from flexslurm.head.settings import control_settings, risk_kind, submitter_for
 from flexslurm.head.storage import Storage
 from flexslurm.messages import (
     AgentHello,
@@ -108,9 +108,9 @@ class Head:
             switched=self._on_switched,
         )
         probe = self.api.probe_tokens(self.service.executor.health_probe_tokens)
-        self.control = Control(
-            control_settings(self.service, self.site, self.incarnation, probe), self.planner
-        )
+        kinds = self._risk_kind
+        settings = control_settings(self.service, self.site, self.incarnation, probe, kinds)
+        self.control = Control(settings, self.planner)
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
         self.planner.parked_by = self.effects.away.needed_s
@@ -374,6 +374,9 @@ class Head:
     def _fragments(self) -> set[str]:
         members = self.control.members.agents.values()
         return {p.fragment for p in self._pilots()} | {a.hello.fragment for a in members}
+
+    def _risk_kind(self, fragment: str) -> str:
+        return risk_kind(fragment, self._pilots())
 
     def _pilots(self) -> tuple[Pilot, ...]:
         if self.pool is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections.abc import Callable, Iterable
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
@@ -15,13 +15,20 @@ from flexslurm.head.planning import plan_name
 from flexslurm.slurm.allocation import AllocationSubmitter
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
-from flexslurm.wire.service_dir import ServiceDir
+from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 
 def control_settings(
-    service: Service, site: Site, head: str, probe: tuple[int, ...] = ()
+    service: Service,
+    site: Site,
+    head: str,
+    probe: tuple[int, ...] = (),
+    kind_of: Callable[[str], str] = lambda fragment: "",
 ) -> ControlSettings:
-    """The controller's settings from the service file; `probe`: what new replicas compute first."""
+    """The controller's settings from the service file.
+
+    `probe`: what new replicas compute first; `kind_of`: the `risk_kind` of a pilot, by its name.
+    """
     serving = service.serving
     return ControlSettings(
         head=head,
@@ -41,21 +48,20 @@ def control_settings(
         watch=WatchSettings(
             interval_s=service.profiling.interval_sec,
             window_s=60 * service.profiling.window_minutes,
-            kinds=risk_kinds(service),
+            kind_of=kind_of,
         ),
     )
 
 
-def risk_kinds(service: Service) -> dict[str, str]:
-    """What each pilot shares its risks with: those of its GPU type in its partition."""
-    count: Counter[str] = Counter()
-    kinds = {}
-    for entry in service.pool:
-        kind = entry.gpu_type + (f"@{entry.partition}" if entry.partition else "")
-        for _ in range(entry.count):
-            count[entry.gpu_type] += 1
-            kinds[f"{entry.gpu_type}-{count[entry.gpu_type]}"] = kind
-    return kinds
+def risk_kind(fragment: str, pilots: Iterable[Pilot]) -> str:
+    """What a pilot shares its risks with, by its name: its GPU type in its partition.
+
+    "" where there is no such pilot.
+    """
+    pilot = next((pilot for pilot in pilots if pilot.fragment == fragment), None)
+    if pilot is None:
+        return ""
+    return pilot.gpu_type + (f"@{pilot.partition}" if pilot.partition else "")
 
 
 def policy_settings(service: Service) -> PolicySettings:

@@ -189,9 +189,13 @@ def test_all_gears_are_taken_to_err_alike_until_they_are_measured() -> None:
 SAFE, BOTH = gear("a100:2", 1000.0), gear("a100:2,l40s:2", 1500.0)
 
 
+def kind_of(fragment: str) -> str:
+    return "l40s@scavenge" if fragment.startswith("s") else ""
+
+
 def scavenging() -> World:
     table = Table({"a100:2": SAFE, "a100:2,l40s:2": BOTH})
-    world = World(planner=table, policy=POLICY, watch=WatchSettings(kinds={"s": "l40s@scavenge"}))
+    world = World(planner=table, policy=POLICY, watch=WatchSettings(kind_of=kind_of))
     world.join("a")
     world.run(3)
     return world
@@ -389,3 +393,16 @@ def test_optional_shifts_keep_the_rules_in_any_order(
             if "fast is estimated" in report.why and "times slow" in report.why:
                 assert report.started_at - ended >= 2 * WINDOW * 0.9, report
         ended = report.started_at + report.took_s
+
+
+def test_a_successor_under_another_name_is_of_the_same_kind() -> None:
+    world = scavenging()
+    lives = world.control.watch.lives
+    for number in range(3):
+        world.join(f"s{number}", "l40s", 2, fragment=f"s-{number}")
+        world.measure(60, 1500.0)
+        world.take(Heard(f"s{number}", AgentBye(incarnation=f"s{number}", reason="killed")))
+        world.measure(60, 1000.0)
+    assert lives.hourly().keys() == {"a100", "l40s@scavenge"}
+    assert lives.hourly()["l40s@scavenge"] == pytest.approx(3 * 3600 / (180 + 6 * 3600), rel=0.02)
+    assert lives.hourly()["a100"] == 0.0

@@ -16,8 +16,9 @@ from flexslurm.errors import ConfigError
 from flexslurm.gateway.metrics import Metrics
 from flexslurm.head.meter import Meter
 from flexslurm.head.observer import SequenceSummary, SilentObserver
-from flexslurm.head.settings import policy_settings, risk_kinds
+from flexslurm.head.settings import policy_settings, risk_kind
 from flexslurm.messages import FinishReason, SamplingParams, SequenceRequest, StopRules
+from flexslurm.wire.service_dir import Pilot
 
 IDLE = Load(
     running=0, waiting=0, in_flight=0, blocks=10, used_blocks=0, free_blocks=10, queued_blocks=0,
@@ -200,9 +201,13 @@ def service(**sections: object) -> Service:
 
 
 def test_pilots_share_their_risks_by_type_and_partition() -> None:
-    assert risk_kinds(service()) == {
-        "a100-1": "a100@owned", "a100-2": "a100@owned", "l40s-1": "l40s", "a100-3": "a100@scavenge",
-    }  # fmt: skip
+    pilots = [
+        Pilot("a-1", "7", "owned", "a100", 2, 1),
+        Pilot("a-2", "8", "scavenge", "a100", 2, 1),
+        Pilot("l-1", "9", None, "l40s", 1, 1),
+    ]
+    kinds = [risk_kind(name, pilots) for name in ("a-1", "a-2", "l-1", "x")]
+    assert kinds == ["a100@owned", "a100@scavenge", "l40s", ""]
 
 
 def test_the_keys_of_the_decisions_reach_the_policy() -> None:
