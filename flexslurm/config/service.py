@@ -184,7 +184,7 @@ class HeadPlace(Section):
 class ProfilingSettings(Section):
     """How the load is measured."""
 
-    interval_sec: float = Field(10, gt=0, description="Seconds between samples.")
+    interval_sec: float = Field(10, ge=0.1, description="Seconds between samples.")
     window_minutes: float = Field(5, gt=0, description="Minutes that averages and P95 look back.")
 
     @model_validator(mode="after")
