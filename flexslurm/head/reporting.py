@@ -66,7 +66,10 @@ class Reporter:
         return measured
 
     def count_shifts(self) -> None:
-        for report in self._control.history:
+        history = self._control.history
+        if not history or history[-1].epoch <= self._counted_epoch:
+            return  # as after nearly every event
+        for report in history:
             if report.epoch > self._counted_epoch:
                 self._counted_epoch = report.epoch
                 outcome, _, _ = report.outcome.partition(":")
