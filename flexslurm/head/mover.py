@@ -250,6 +250,7 @@ class Mover:
             if move.is_out or count <= 0 or not self._reserve(move, move.done + count):
                 continue
             pieces.append((move, count, kv.tenure))
+            move.in_flight = True  # from now on it gives way to nobody, also in this batch
             theirs = kv.blocks[move.done : move.done + count]
             pairs += zip(theirs, move.blocks[move.done : move.done + count], strict=True)
         if not pairs:
@@ -305,8 +306,6 @@ class Mover:
         for pull in pulls:
             message = msgspec.structs.replace(pull.message, directory=directory)
             self.outbox.append((pull.to, message))
-        for move, _, _ in pieces:
-            move.in_flight = True
         tickets = set(range(first, first + len(pulls)))
         self._batches[i, j] = Batch(pieces, tickets, now + self._timeout_s + ANSWER_MARGIN_S)
 

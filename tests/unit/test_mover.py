@@ -350,6 +350,24 @@ def test_with_a_deadline_the_longest_goes_first() -> None:
     assert first == {blocks["long"][0]}
 
 
+def test_what_is_about_to_be_filled_gives_way_to_nobody() -> None:
+    rig = Rig(new=stages(1, 2, blocks=9))
+    rig.mover._longest_first = True
+    rig.submit("short", 9, 25, 0)
+    rig.submit("long", 17, 18, 1)
+    rig.step(2)
+    rig.advance()
+    rig.pull_all()
+    rig.step(12)
+    rig.advance()  # the elder comes later in this batch, and there is no room for both
+    filled = {ours for _, pull in rig.fleet.pulls for _, ours in pull.pairs}
+    tables = rig.new.driver.scheduler.pool.tables
+    assert filled and filled <= {block for table in tables.values() for block in table}
+    rig.pull_all()
+    rig.cut_over()
+    assert rig.switch()
+
+
 def test_every_phase_can_fail() -> None:
     for phase, after in LEGAL.items():
         assert not after or MoverPhase.FAILED in after, phase
