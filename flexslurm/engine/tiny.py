@@ -94,6 +94,9 @@ def write_tiny_model(
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from flexslurm.engine.backend import deepspeed
+
+    deepspeed()  # saving imports it, and by itself it would talk on standard output
     target = Path(path)
     config = AutoConfig.for_model(family, **_common(sizes), **_own(sizes))
     with torch.random.fork_rng(devices=[]):
