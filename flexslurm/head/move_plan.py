@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexslurm.control.actions import PlanShift
@@ -147,6 +147,31 @@ def live_kv(
         if key in number
         for kv in sequences
         if kv.computed
+    )
+
+
+def in_parts(live: Sequence[LiveKv], most: int) -> tuple[LiveKv, ...]:
+    """The same blocks in about so many parts, none over two replicas: enough to place a gear by.
+
+    With few sequences each is one; with thousands a placement would take too long.
+    """
+    size = -(-len(live) // most)
+    if size <= 1:
+        return tuple(live)
+    by_replica: dict[int, list[LiveKv]] = {}
+    for one in live:
+        by_replica.setdefault(one.replica, []).append(one)
+    return tuple(
+        LiveKv(
+            seq_id=part[0].seq_id,
+            replica=replica,
+            blocks=sum(one.blocks for one in part),
+            tokens=sum(one.tokens for one in part),
+            arrival=part[0].arrival,
+            context=max(one.context for one in part),
+        )
+        for replica, all_of_it in sorted(by_replica.items())
+        for part in (all_of_it[n : n + size] for n in range(0, len(all_of_it), size))
     )
 
 

@@ -26,7 +26,7 @@ from flexslurm.gear import Gear
 from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
 from flexslurm.head.lessons import Lessons
-from flexslurm.head.move_plan import MovePlan, live_kv, plan_moves, replica_at
+from flexslurm.head.move_plan import MovePlan, in_parts, live_kv, plan_moves, replica_at
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
 from flexslurm.head.parking import Parking
@@ -37,6 +37,8 @@ from flexslurm.messages import KvParked, KvPulled, Message, UnparkKv
 log = logging.getLogger(__name__)
 
 _PARK_S = 30.0
+_PARTS = 64
+"""Sequences that a placement looks at one by one."""
 _PULL_SHARE = 0.4
 """Of the cut-over's time, what one pull may take: so that one that fails leaves time to go on."""
 
@@ -133,7 +135,11 @@ class Moves:
             evicted=found.plan.routes.evicted,
         )
 
-    def live(self, current: InstalledGear) -> tuple[LiveKv, ...]:
+    def held(self, current: InstalledGear) -> tuple[LiveKv, ...]:
+        """What the replicas of a gear hold now, for a placement."""
+        return in_parts(self._live(current), _PARTS)
+
+    def _live(self, current: InstalledGear) -> tuple[LiveKv, ...]:
         """Whose KV the replicas of a gear hold now, by their numbers in it."""
         running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
         numbers = {one.key: number for number, one in current.replicas.items()}
@@ -188,7 +194,7 @@ class Moves:
         counts = {key: self._replicas.open[key].step_times.count for key in switch.closed}
         adopted = self._replicas.switch(opened, switch.closed, self._adoptions(under), speeds)
         # Streams go on from here; all that follows may take its time.
-        under.stay(self.live(switch.gear), adopted)
+        under.stay(self._live(switch.gear), adopted)
         self._bound_new(switch.epoch, under)
         self._unpark(under)
         if under.mover is not None and not under.mover.release(adopted):

@@ -114,7 +114,7 @@ class Head:
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
         self.planner.parked_by = self.effects.away.needed_s
-        self.planner.lived_by = self.effects.moves.live
+        self.planner.lived_by = self.effects.moves.held
         self.operator = Operator(
             self.control,
             self.planner,

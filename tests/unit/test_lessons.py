@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.memory_plan import Verdict
+from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import ShiftFacts, ShiftPlan, plan_shift
 from flexslurm.head.lessons import Lessons, Part
+from flexslurm.head.move_plan import in_parts
 from flexslurm.head.pulls import Pulls
 from flexslurm.messages import KvPulled
 from tests.reshard_cases import LAYERS, at, replica, shard_map
@@ -78,3 +80,16 @@ def test_pulls_side_by_side_count_once() -> None:
     pulls.add(30.0, answer("w-2", 9.0))
     assert pulls.longest_s == pytest.approx(9.0)
     assert pulls.moved_bytes == 50
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), max_size=60), st.integers(1, 20))
+def test_parts_have_the_blocks_of_the_sequences(found: list[tuple[int, int]], most: int) -> None:
+    live = [LiveKv(f"s{n}", r, b, 4 * b, n, 4 * b + 8) for n, (r, b) in enumerate(found)]
+    parts = in_parts(live, most)
+    for number in range(4):
+        before = [one for one in live if one.replica == number]
+        after = [one for one in parts if one.replica == number]
+        assert sum(one.blocks for one in before) == sum(one.blocks for one in after)
+        assert {one.seq_id for one in after} <= {one.seq_id for one in before}
+    assert len(parts) <= most + 4
+    assert in_parts(live, 60) == tuple(live), "few are looked at one by one"
