@@ -19,25 +19,19 @@ from dataclasses import replace
 
 import msgspec
 
-from flexslurm.control.keeper_trials import Trials
 from flexslurm.control.keeper_values import (
     Call,
     Cancel,
-    Drain,
-    Entry,
     Forget,
     Gone,
-    KeeperSettings,
     Kept,
     Look,
     Present,
     Resize,
     Stage,
     Submit,
-    Tell,
-    Word,
 )
-from flexslurm.control.keeper_waits import Waits
+from flexslurm.control.keeping import Keeping
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.reasons import Verdict, explain, refusal
 from flexslurm.slurm.states import EXIT_GIVE_BACK, JobState
@@ -52,68 +46,8 @@ _NO_FAULT_CODES = (EXIT_GIVE_BACK, 143, -15, -9)
 """Given back, or ended by a signal from outside."""
 
 
-class PoolKeeper:
+class PoolKeeper(Keeping):
     """See the module's docstring."""
-
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        settings: KeeperSettings,
-        pilots: Iterable[Pilot],
-        now: float,
-        wanted: Sequence[int] = (),
-    ) -> None:
-        """`pilots`: what was written down; intents among them may or may not have been done.
-
-        `wanted`: the sizes of the entries that a head before this one had come to.
-        """
-        self.entries, self.settings = tuple(entries), settings
-        self.trials, self.waits = Trials(settings), Waits()
-        self.wanted = [entry.wanted for entry in entries]
-        if len(wanted) == len(entries):
-            self.wanted = [min(w, entry.most) for w, entry in zip(wanted, entries, strict=True)]
-        self.kept: dict[str, Kept] = {}
-        self._strays: dict[str, int] = {}
-        self._words: list[Word] = []
-        self._quiet_until = 0.0
-        self._began = now
-        self._no_answers = 0
-        self._said_stuck: dict[int, str] = {}
-        for pilot in pilots:
-            stage = Stage.WAITING if pilot.job_id else Stage.INTENT
-            unsure = not pilot.job_id
-            self.kept[pilot.fragment] = Kept(pilot, now, stage, unsure)
-
-    # ------------------------------------------------------------------ what there is
-
-    def pilots(self) -> tuple[Pilot, ...]:
-        """What is to be written down, before any call is made."""
-        return tuple(kept.pilot for kept in self.kept.values())
-
-    def of_entry(self, entry: int) -> list[Kept]:
-        return [kept for kept in self.kept.values() if kept.pilot.entry == entry]
-
-    def count(self, entry: int) -> int:
-        """Pilots there are or may be; one and its successor count as one."""
-        return sum(kept.pilot.replaces not in self.kept for kept in self.of_entry(entry))
-
-    def staying(self, entry: int) -> list[Kept]:
-        """Pilots that are to stay, and successors of those that are not; without hole fillers."""
-        return [
-            kept
-            for kept in self.of_entry(entry)
-            if not kept.ending
-            and not kept.pilot.fills_hole
-            and ((before := self.kept.get(kept.pilot.replaces)) is None or before.ending)
-        ]  # fmt: skip
-
-    def words(self) -> list[Word]:
-        """What is to be said and done without Slurm, once."""
-        said, self._words = self._words, []
-        return said
-
-    def _tell(self, text: str, warning: bool = False, **record: object) -> None:
-        self._words.append(Tell(text, warning, {"event": "pool", **record} if record else None))
 
     # ------------------------------------------------------------------ what to ask of Slurm
 
@@ -122,6 +56,8 @@ class PoolKeeper:
         if now - self._began >= self.settings.unsure_s:  # by then it is seen who serves
             for number in range(len(self.entries)):
                 self._shrink(number)
+        if now < self._quiet_until:
+            return None
         jobs = [job for job, looks in self._strays.items() if looks >= 2]
         jobs += [k.pilot.job_id for k in self.kept.values() if k.cancel and k.pilot.job_id]
         if jobs:
@@ -130,7 +66,7 @@ class PoolKeeper:
         if resize is not None:
             return resize
         unsure = sum(kept.stage is Stage.INTENT for kept in self.kept.values())
-        if now < self._quiet_until or unsure >= self.settings.most_unsure:
+        if unsure >= self.settings.most_unsure:
             return None
         return self._successor(now) or self._needed(now)
 
@@ -179,9 +115,6 @@ class PoolKeeper:
             self._say_stuck(now, number)
         return None
 
-    def _target(self, entry: int) -> int:
-        return min(self.wanted[entry], self.entries[entry].most)
-
     def _say_stuck(self, now: float, number: int) -> None:
         entry = self.entries[number]
         why = self.trials.stuck(now, number, len(entry.shapes))
@@ -211,12 +144,6 @@ class PoolKeeper:
         self._tell(f"{pilot.fragment} is submitted: {why}", what="submit",
                    fragment=pilot.fragment, why=why)  # fmt: skip
         return Submit(pilot)
-
-    def free_name(self, gpu_type: str) -> str:
-        number = 1
-        while f"{gpu_type}-{number}" in self.kept:
-            number += 1
-        return f"{gpu_type}-{number}"
 
     # ------------------------------------------------------------------ what came of a call
 
@@ -269,11 +196,6 @@ class PoolKeeper:
             kept.info = replace(kept.info, nodes=tuple(nodes))
         self._tell(f"{fragment} has given {words} back", what="resized", fragment=fragment,
                    nodes=list(nodes))  # fmt: skip
-
-    def part(self, fragment: str, node: str) -> None:
-        """The node's agent has ended: the job can do without it."""
-        kept = self.kept[fragment]
-        kept.part_with |= {node}
 
     def cancelled(self, jobs: Iterable[str]) -> None:
         """Slurm has been told to end them; that they have ended shows later."""
@@ -342,11 +264,6 @@ class PoolKeeper:
             self._once(kept, "orphaned", f"job {info.id} of {kept.fragment} has lost its batch "
                        "host and runs without its script: it is cancelled")  # fmt: skip
 
-    def _once(self, kept: Kept, what: str, text: str) -> None:
-        if what not in kept.told:
-            kept.told |= {what}
-            self._tell(text, True, what=what, fragment=kept.fragment)
-
     def _on_active(self, now: float, kept: Kept, info: JobInfo) -> None:
         running = info.state in (JobState.RUNNING, JobState.COMPLETING, JobState.SUSPENDED)
         kept.ends_at = None if info.end_in_s is None or not running else now + info.end_in_s
@@ -412,11 +329,6 @@ class PoolKeeper:
             told += f"; {self.trials.of(pilot.entry, shape).why}"
         self._tell(told, True, what="ended", fragment=kept.fragment, why=how)
 
-    def _shape_of(self, pilot: Pilot) -> int:
-        shapes = self.entries[pilot.entry].shapes
-        found = (n for n, s in enumerate(shapes) if (s.gpus, s.nodes) == (pilot.gpus, pilot.nodes))
-        return next(found, 0)
-
     # ------------------------------------------------------------------ what the head sees
 
     def present(self, now: float, fragments: Mapping[str, Present]) -> None:
@@ -433,59 +345,3 @@ class PoolKeeper:
             before = self.kept.get(kept.pilot.replaces)
             if before is not None and not before.ending:
                 self.end(before.fragment, f"{kept.fragment} has taken its place")
-
-    # ------------------------------------------------------------------ letting go
-
-    def end(self, fragment: str, why: str) -> None:
-        """It is no longer wanted: cancelled where it waits, drained where it runs."""
-        kept = self.kept[fragment]
-        if kept.stage is Stage.ENDING or kept.stage is Stage.INTENT:
-            return
-        kept.cancel = kept.stage is Stage.WAITING
-        if kept.stage is Stage.RUNNING:
-            self._words.append(Drain(fragment, why))
-        kept.stage, kept.ending = Stage.ENDING, why
-
-    def drained_by_hand(self, fragment: str) -> None:
-        """An operator has drained it: its place stays empty until the load asks for more."""
-        kept = self.kept.get(fragment)
-        if kept is None or kept.ending:
-            return
-        kept.ending, kept.drained = "an operator has drained it", True
-        if kept.stage is not Stage.INTENT:
-            kept.stage, kept.cancel = Stage.ENDING, kept.stage is Stage.WAITING
-        self.wanted[kept.pilot.entry] = max(self.wanted[kept.pilot.entry] - 1, 0)
-
-    def taken_back(self, fragment: str) -> None:
-        """An operator wants it in use again."""
-        kept = self.kept.get(fragment)
-        if kept is not None and kept.drained:
-            kept.drained, kept.ending = False, ""
-            entry = kept.pilot.entry
-            self.wanted[entry] = min(self.wanted[entry] + 1, self.entries[entry].most)
-            running = kept.running_since is not None
-            if kept.stage is not Stage.INTENT:
-                kept.stage = Stage.RUNNING if running else Stage.WAITING
-                kept.cancel = False
-
-    def wish(self, entry: int, count: int, why: str) -> bool:
-        """Another size for an entry, within its bounds; whether it is another one."""
-        bounds = self.entries[entry]
-        least = min(bounds.least, self.wanted[entry])  # an operator may have gone below
-        count = min(max(count, least), bounds.most)
-        if count == self.wanted[entry]:
-            return False
-        self._tell(f"{bounds.gpu_type}: {count} pilots instead of {self.wanted[entry]}: {why}",
-                   what="wish", entry=entry, count=count, why=why)  # fmt: skip
-        self.wanted[entry] = count
-        return True
-
-    def _shrink(self, entry: int) -> None:
-        """End what is too much: what waits first, then what is idle, then the newest."""
-        staying = self.staying(entry)
-        order = sorted(
-            (k for k in staying if k.stage in (Stage.WAITING, Stage.RUNNING)),
-            key=lambda k: (k.stage is not Stage.WAITING, k.serving, -k.since),
-        )
-        for kept in order[: max(len(staying) - self._target(entry), 0)]:
-            self.end(kept.fragment, "it is more than is asked for")

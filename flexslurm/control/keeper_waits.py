@@ -39,7 +39,11 @@ class Waits:
         self._started[entry].append(max(seconds, 0.0))
 
     def lead_s(self, entry: int, walltime_s: float | None, asked_s: float | None) -> float:
-        """How long before its end a pilot's successor is submitted; at most half the walltime."""
+        """How long before its end a pilot's successor is submitted.
+
+        At most half the walltime, or nine tenths where it was asked for.
+        """
+        most = 0.5 if asked_s is None else 0.9
         if asked_s is None:
             queued, started = self._queued[entry], self._started[entry]
             asked_s = (
@@ -47,4 +51,4 @@ class Waits:
                 + (high_of(started) if started else _UNSEEN_START_S)
                 + MARGIN_S
             )
-        return asked_s if walltime_s is None else min(asked_s, walltime_s / 2)
+        return asked_s if walltime_s is None else min(asked_s, most * walltime_s)

@@ -1,0 +1,163 @@
+"""The pilots that are kept, how many there are to be, and letting some of them go; pure.
+
+Nothing here asks for a call to Slurm: `keeper` does, from what is left here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from flexslurm.control.keeper_trials import Trials
+from flexslurm.control.keeper_values import (
+    Drain,
+    Entry,
+    KeeperSettings,
+    Kept,
+    Stage,
+    Tell,
+    Word,
+)
+from flexslurm.control.keeper_waits import Waits
+from flexslurm.wire.service_dir import Pilot
+
+
+class Keeping:
+    """What a pool keeper knows. An entry's `wanted` is between its bounds, or below by an order."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        settings: KeeperSettings,
+        pilots: Iterable[Pilot],
+        now: float,
+        wanted: Sequence[int] = (),
+    ) -> None:
+        """`pilots`: what was written down; intents among them may or may not have been done.
+
+        `wanted`: the sizes of the entries that a head before this one had come to.
+        """
+        self.entries, self.settings = tuple(entries), settings
+        self.trials, self.waits = Trials(settings), Waits()
+        self.wanted = [entry.wanted for entry in entries]
+        if len(wanted) == len(entries):
+            self.wanted = [min(w, entry.most) for w, entry in zip(wanted, entries, strict=True)]
+        self.kept: dict[str, Kept] = {}
+        self._strays: dict[str, int] = {}
+        self._words: list[Word] = []
+        self._quiet_until = 0.0
+        self._began = now
+        self._no_answers = 0
+        self._said_stuck: dict[int, str] = {}
+        for pilot in pilots:
+            stage = Stage.WAITING if pilot.job_id else Stage.INTENT
+            unsure = not pilot.job_id
+            self.kept[pilot.fragment] = Kept(pilot, now, stage, unsure)
+
+    def pilots(self) -> tuple[Pilot, ...]:
+        """What is to be written down, before any call is made."""
+        return tuple(kept.pilot for kept in self.kept.values())
+
+    def of_entry(self, entry: int) -> list[Kept]:
+        return [kept for kept in self.kept.values() if kept.pilot.entry == entry]
+
+    def count(self, entry: int) -> int:
+        """Pilots there are or may be; one and its successor count as one."""
+        return sum(kept.pilot.replaces not in self.kept for kept in self.of_entry(entry))
+
+    def staying(self, entry: int) -> list[Kept]:
+        """Pilots that are to stay, and successors of those that are not; without hole fillers."""
+        return [
+            kept
+            for kept in self.of_entry(entry)
+            if not kept.ending
+            and not kept.pilot.fills_hole
+            and ((before := self.kept.get(kept.pilot.replaces)) is None or before.ending)
+        ]  # fmt: skip
+
+    def words(self) -> list[Word]:
+        """What is to be said and done without Slurm, once."""
+        said, self._words = self._words, []
+        return said
+
+    def _tell(self, text: str, warning: bool = False, **record: object) -> None:
+        self._words.append(Tell(text, warning, {"event": "pool", **record} if record else None))
+
+    def _once(self, kept: Kept, what: str, text: str) -> None:
+        if what not in kept.told:
+            kept.told |= {what}
+            self._tell(text, True, what=what, fragment=kept.fragment)
+
+    def _target(self, entry: int) -> int:
+        return min(self.wanted[entry], self.entries[entry].most)
+
+    def _shape_of(self, pilot: Pilot) -> int:
+        shapes = self.entries[pilot.entry].shapes
+        found = (n for n, s in enumerate(shapes) if (s.gpus, s.nodes) == (pilot.gpus, pilot.nodes))
+        return next(found, 0)
+
+    def free_name(self, gpu_type: str) -> str:
+        number = 1
+        while f"{gpu_type}-{number}" in self.kept:
+            number += 1
+        return f"{gpu_type}-{number}"
+
+    # ------------------------------------------------------------------ letting go
+
+    def end(self, fragment: str, why: str) -> None:
+        """It is no longer wanted: cancelled where it waits, drained where it runs."""
+        kept = self.kept[fragment]
+        if kept.stage is Stage.ENDING or kept.stage is Stage.INTENT:
+            return
+        kept.cancel = kept.stage is Stage.WAITING
+        if kept.stage is Stage.RUNNING:
+            self._words.append(Drain(fragment, why))
+        kept.stage, kept.ending = Stage.ENDING, why
+
+    def drained_by_hand(self, fragment: str) -> None:
+        """An operator has drained it: its place stays empty until the load asks for more."""
+        kept = self.kept.get(fragment)
+        if kept is None or kept.ending:
+            return
+        kept.ending, kept.drained = "an operator has drained it", True
+        if kept.stage is not Stage.INTENT:
+            kept.stage, kept.cancel = Stage.ENDING, kept.stage is Stage.WAITING
+        self.wanted[kept.pilot.entry] = max(self.wanted[kept.pilot.entry] - 1, 0)
+
+    def taken_back(self, fragment: str) -> None:
+        """An operator wants it in use again."""
+        kept = self.kept.get(fragment)
+        if kept is not None and kept.drained:
+            kept.drained, kept.ending = False, ""
+            entry = kept.pilot.entry
+            self.wanted[entry] = min(self.wanted[entry] + 1, self.entries[entry].most)
+            running = kept.running_since is not None
+            if kept.stage is not Stage.INTENT:
+                kept.stage = Stage.RUNNING if running else Stage.WAITING
+                kept.cancel = False
+
+    def part(self, fragment: str, node: str) -> None:
+        """The node's agent has ended: the job can do without it."""
+        kept = self.kept[fragment]
+        kept.part_with |= {node}
+
+    def wish(self, entry: int, count: int, why: str) -> bool:
+        """Another size for an entry, within its bounds; whether it is another one."""
+        bounds = self.entries[entry]
+        least = min(bounds.least, self.wanted[entry])  # an operator may have gone below
+        count = min(max(count, least), bounds.most)
+        if count == self.wanted[entry]:
+            return False
+        self._tell(f"{bounds.gpu_type}: {count} pilots instead of {self.wanted[entry]}: {why}",
+                   what="wish", entry=entry, count=count, why=why)  # fmt: skip
+        self.wanted[entry] = count
+        return True
+
+    def _shrink(self, entry: int) -> None:
+        """End what is too much: what waits first, then what is idle, then the newest."""
+        staying = self.staying(entry)
+        order = sorted(
+            (k for k in staying if k.stage in (Stage.WAITING, Stage.RUNNING)),
+            key=lambda k: (k.stage is not Stage.WAITING, k.serving, -k.since),
+        )
+        for kept in order[: max(len(staying) - self._target(entry), 0)]:
+            self.end(kept.fragment, "it is more than is asked for")
