@@ -95,13 +95,17 @@ def observe(
 
 
 def _reachable(now: float, best: Gear | NoGear, known: Known) -> list[Gear]:
-    """What was named for use, what does without pilots that may be lost or end, the best gear."""
+    """Named for use, proven under load, without pilots that may be lost or end; the best gear."""
     usable, planner = known.members.usable(), known.planner
-    found = {gear.name: gear for gear in planner.options(signature_of(usable))}
-    for safer in _safer(now, usable, known.watch.lives):
-        gear = planner.choose(signature_of(safer)) if safer else None
-        if isinstance(gear, Gear):
+    present = signature_of(usable)
+    found = {gear.name: gear for gear in planner.options(present)}
+    for gear in known.watch.proven():
+        if present.covers(gear.signature):
             found.setdefault(gear.name, gear)
+    for safer in _safer(now, usable, known.watch.lives):
+        choice = planner.choose(signature_of(safer)) if safer else None
+        if isinstance(choice, Gear):
+            found.setdefault(choice.name, choice)
     if isinstance(best, Gear):
         found[best.name] = best
     return list(found.values())

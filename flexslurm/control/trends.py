@@ -176,11 +176,19 @@ def p95(values: Iterable[float]) -> float:
 
 
 class Corrections:
-    """What gears did, measured while saturated, over what they were estimated at."""
+    """What gears did, measured while saturated, over what they were estimated at.
 
-    def __init__(self, weight: float = 0.3) -> None:
-        self._weight = weight
+    They fade towards 1: what was slow once need not be for ever.
+    """
+
+    def __init__(self, weight: float = 0.3, half_life_s: float = 86400.0) -> None:
+        self._weight, self._half_life_s = weight, half_life_s
         self._factors: dict[str, float] = {}
+
+    def fade(self, seconds: float) -> None:
+        """So much time has passed."""
+        left = 0.5 ** (seconds / self._half_life_s)
+        self._factors = {name: 1 + (f - 1) * left for name, f in self._factors.items()}
 
     def measured(self, gear: str, estimate: float, window: Window) -> None:
         """Take a window in which `gear` served alone; says nothing unless it was saturated."""

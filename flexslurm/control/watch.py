@@ -6,6 +6,7 @@ far estimates are off, and for what may be lost.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from flexslurm.control.trends import Corrections, Sample, Trends, Window
 from flexslurm.gear import Gear
 
 _RECOVERY_WEIGHT = 0.5
+_MOST_GEARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Watch:
         """When the last window ended that was looked at."""
         self._broken_at: float | None = None
         self._recovery_s: float | None = None
+        self._interval_s = settings.interval_s
+        self._gears: OrderedDict[str, Gear] = OrderedDict()
         self.lives = Lives(settings.kind_of)
         self.measuring = False
         """Whether a sample has ever come."""
@@ -48,6 +52,7 @@ class Watch:
         What was measured of another gear, or before replicas came or went, is forgotten.
         """
         self.measuring, self.last = True, sample
+        self._corrections.fade(self._interval_s)
         keys = current.keys if current is not None else frozenset()
         if keys != self._keys:
             self._keys, self._window_at = keys, now
@@ -62,10 +67,20 @@ class Watch:
         if not windows:
             return False
         self._window_at = now
-        if not current.lost:
-            gear = current.gear
-            self._corrections.measured(gear.name, gear.estimates.tokens_per_s, windows[0])
+        if not current.lost and windows[0].saturated:
+            self._measured(current.gear, windows[0])
         return True
+
+    def _measured(self, gear: Gear, window: Window) -> None:
+        self._corrections.measured(gear.name, gear.estimates.tokens_per_s, window)
+        self._gears[gear.name] = gear
+        self._gears.move_to_end(gear.name)
+        if len(self._gears) > _MOST_GEARS:
+            self._gears.popitem(last=False)
+
+    def proven(self) -> tuple[Gear, ...]:
+        """Gears of which it is known what they do under load."""
+        return tuple(self._gears.values())
 
     def windows(self, now: float) -> tuple[Window, ...] | None:
         """The last whole window and the one before it; None: nothing is being measured."""

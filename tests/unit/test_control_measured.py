@@ -181,7 +181,23 @@ def test_all_gears_are_taken_to_err_alike_until_they_are_measured() -> None:
     world.run(3)
     world.measure(1300, 300.0, waiting=9)
     assert installed(world) == "A"
-    assert world.control.watch.corrections == {"A": pytest.approx(0.3)}
+    assert world.control.watch.corrections == {"A": pytest.approx(0.3, abs=0.01)}
+
+
+def test_a_larger_gear_that_does_less_is_left_for_the_one_before() -> None:
+    """As where the links between the nodes are slower than the site file says."""
+    table = Table({"a100:2": SAFE, "a100:2,l40s:2": BOTH, "l40s:2": gear("l40s:2", 300.0)})
+    world = World(planner=table, policy=POLICY)
+    world.join("a")
+    world.measure(700, 990.0, waiting=9)
+    world.join("b", "l40s", 2)
+    world.measure(400, 600.0, waiting=9)
+    assert installed(world) == "a100:2,l40s:2"
+    world.measure(400, 600.0, waiting=9)
+    assert installed(world) == "a100:2"
+    assert "a100:2 is estimated at 1.6" in world.control.history[-1].why
+    world.measure(1300, 990.0, waiting=9)
+    assert installed(world) == "a100:2", "and it does not go back to what it knows is worse"
 
 
 # --------------------------------------------------------------------------------------- risks

@@ -250,3 +250,25 @@ def test_no_order_of_events_gives_impossible_figures(events: list[tuple[str, flo
     assert 0.0 <= found.shifting <= 1.0
     assert 0.0 <= found.paused_s <= now
     assert found.kept_during is None or found.kept_during >= 0.0
+
+
+def test_corrections_fade() -> None:
+    corrections = Corrections(half_life_s=100.0)
+    corrections.measured("a", 100.0, summary([sample(1.0, 50.0, waiting=5)]))
+    corrections.fade(100.0)
+    assert corrections.factors == {"a": pytest.approx(0.75)}
+    corrections.fade(1e6)
+    assert corrections.factors == {"a": pytest.approx(1.0)}
+
+
+def test_losses_and_the_time_watched_fade_alike() -> None:
+    history = LossHistory(prior_s=1000.0, half_life_s=100.0)
+    history.watched("spot", 9000.0)
+    for _ in range(8):
+        history.lost("spot")
+    assert history.hazard_per_s("spot") == pytest.approx(8 / 10_000)
+    history.fade(100.0)
+    assert history.hazard_per_s("spot") == pytest.approx(4 / 5_500)
+    again = LossHistory(prior_s=1000.0)
+    again.remember(history.counts())
+    assert again.hazard_per_s("spot") == pytest.approx(4 / 5_500)
