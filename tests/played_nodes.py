@@ -374,19 +374,12 @@ class PlayedNodes:
 
     # ------------------------------------------------------------------ KV
 
-    def _pull(self, worker: Worker, pull: PullKv, told: int | None = None) -> None:
-        """`told`: orders that the worker had before it."""
+    def _pull(self, worker: Worker, pull: PullKv) -> None:
         if not self._speaks(worker.name):
             return
         target = self._body(pull.epoch, worker.name)
         if target is None:
             return  # being retired: nobody waits for it
-        if told is None:
-            told = target.heard[worker.name]
-        whole = not target.lost and not any(self.workers[name].hung for name in target.workers)
-        if target.done < told and whole and not target.broken:
-            self.at(0.002, lambda: self._pull(worker, pull, told))  # it comes in its turn
-            return
         peer = self.workers.get(pull.source.worker)
         if peer is not None and peer.alive and peer.hung:
             late = pull.timeout_s

@@ -31,7 +31,6 @@ from flexslurm.messages import (
     Install,
     Installed,
     InstallFailed,
-    PullKv,
     Step,
     StepDone,
     StepFailed,
@@ -39,8 +38,8 @@ from flexslurm.messages import (
 
 log = logging.getLogger(__name__)
 
-Order = Step | FreeBlocks | PullKv
-"""What is done, or begun, one after another."""
+Order = Step | FreeBlocks
+"""What is done one after another."""
 
 _MAX_WAITING_STEPS = 1024
 _CLOSE_S = 5.0
@@ -176,7 +175,7 @@ class Tenancy:
         )
 
     def _serve(self) -> None:
-        pending: collections.deque[Pending | FreeBlocks | PullKv] = collections.deque()
+        pending: collections.deque[Pending | FreeBlocks] = collections.deque()
         ahead = len(self._install.replica.stages) + 1
         number = 0
         try:
@@ -191,8 +190,6 @@ class Tenancy:
                 item = pending.popleft()
                 if isinstance(item, FreeBlocks):
                     self._free(item)
-                elif isinstance(item, PullKv):
-                    self._host.transfers.pull(item)
                 else:
                     number = item.step.step
                     self._do(item, waited=waited)
@@ -200,11 +197,11 @@ class Tenancy:
             if not self._stop.is_set():
                 self._break(number, error)
 
-    def _accept(self, order: Order) -> Pending | FreeBlocks | PullKv:
+    def _accept(self, order: Order) -> Pending | FreeBlocks:
         assert self._runner is not None
         if self._overflow:
             raise ProtocolError(f"more than {_MAX_WAITING_STEPS} steps wait")
-        if not isinstance(order, Step):
+        if isinstance(order, FreeBlocks):
             return order
         self._order.check(order)
         return self._runner.begin(order)

@@ -183,7 +183,7 @@ class Worker:
             case Install():
                 self._install(message)
             case PullKv():
-                self._pull(message)
+                self._transfers.pull(message)
             case ParkKv():
                 self._transfers.park(message)
             case UnparkKv():
@@ -214,13 +214,6 @@ class Worker:
             self._tenancy(order.epoch).put(order)
         except StaleEpoch as error:
             log.info("dropped a %s: %s", type(order).__name__, error)
-
-    def _pull(self, order: PullKv) -> None:
-        """In its turn: the blocks that it fills may be free only by what was ordered before it."""
-        try:
-            self._tenancy(order.epoch).put(order)
-        except StaleEpoch:
-            self._transfers.pull(order)  # it says so
 
     def _tenancy(self, epoch: int) -> Tenancy:
         """Raises StaleEpoch for an epoch that is not installed."""
