@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flexslurm.config.site import Site
 from flexslurm.control.agent_options import AgentOptions
 from flexslurm.control.agent_workers import AgentWorkers, WorkerEnd, WorkerNursery
@@ -69,6 +71,8 @@ class Agent:
     ) -> None:
         self._options, self._site, self._directory = options, site, directory
         self._make_nursery = nursery
+        self._incarnation = options.incarnation
+        self._sessions = 1
         self._workers: AgentWorkers | None = None
         self._gpus: tuple[GpuInfo, ...] = ()
         self._watch: NodeWatch | None = None
@@ -77,6 +81,8 @@ class Agent:
         self._head: HeadAddress | None = None
         self._welcome: Welcome | None = None
         self._welcomed_at = time.monotonic()
+        self._dropped = False
+        """The head has taken us for lost meanwhile."""
         self._notice: str | None = None
         """The signal that set the deadline."""
         self._leaves_at = 0.0
@@ -107,22 +113,31 @@ class Agent:
             return 0
         self._address = node_address(self._site.network, head.control)
         self._workers = AgentWorkers(
-            self._options.incarnation,
+            self._incarnation,
             lambda on_end: self._make_nursery(self._address, self._gpus, on_end),
             self._send,
         )
         await self._workers.begin(_NURSERY_START_S)
-        self._watch = NodeWatch(self._options.incarnation, self._gpus)
+        self._watch = NodeWatch(self._incarnation, self._gpus)
         self._watch.start()
         while not self._ended.done():
             await self._serve(head)
             if not self._ended.done():
+                await self._start_over()
                 found = await self._find_head(head)
                 if found is None:
                     break
                 head = found
         log.info("ends: %s", self._ended.result() if self._ended.done() else "no head")
         return self._exit_code
+
+    async def _start_over(self) -> None:
+        """Be a new member: whoever has lost us goes on without us, and must not meet our ghost."""
+        assert self._workers is not None
+        self._sessions += 1
+        self._incarnation = f"{self._options.incarnation}.{self._sessions}"
+        await self._workers.renew(self._incarnation)
+        log.info("comes again as %s", self._incarnation)
 
     # ------------------------------------------------------------------ the head
 
@@ -152,21 +167,21 @@ class Agent:
         def receive(message: ToAgent) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, message)
 
-        self._head, self._welcome = head, None
+        self._head, self._welcome, self._dropped = head, None, False
         link: HeadLink[ToAgent] = HeadLink(
-            head.control, self._directory.keys(), self._options.incarnation, ToAgent, receive
+            head.control, self._directory.keys(), self._incarnation, ToAgent, receive
         )
         self._link = link
         beating = asyncio.create_task(self._beat(link))
         try:
-            while not self._ended.done() and not beating.done():
+            while not (self._ended.done() or beating.done() or self._dropped):
                 message = await self._or_ended(_next(inbox, beating))
                 if message is not None:
                     self._on_message(message)
         finally:
             beating.cancel()
             if self._ended.done():
-                bye = AgentBye(incarnation=self._options.incarnation, reason=self._ended.result())
+                bye = AgentBye(incarnation=self._incarnation, reason=self._ended.result())
                 link.send(bye)
             self._link = None
             await asyncio.to_thread(link.close)
@@ -183,10 +198,10 @@ class Agent:
                 pause = _HELLO_EVERY_S
             else:
                 number += 1
-                link.send(AgentBeat(incarnation=self._options.incarnation, number=number))
+                link.send(AgentBeat(incarnation=self._incarnation, number=number))
                 readings = None if self._watch is None else self._watch.take()
                 if readings is not None:
-                    link.send(readings)
+                    link.send(msgspec.structs.replace(readings, incarnation=self._incarnation))
                 pause, lost_s = self._welcome.beat_s, self._welcome.lost_s
             await asyncio.sleep(pause)
             published = self._directory.head() if link.silent_s > 2 * pause else self._head
@@ -201,7 +216,7 @@ class Agent:
         walltime = float(end) - time.time() if end.isdecimal() else None
         return AgentHello(
             protocol=PROTOCOL,
-            incarnation=options.incarnation,
+            incarnation=self._incarnation,
             fragment=options.fragment,
             node=options.node,
             address=self._address,
@@ -236,7 +251,7 @@ class Agent:
     def _on_welcome(self, welcome: Welcome) -> None:
         assert self._head is not None
         if welcome.head != self._head.incarnation:
-            self._welcome = None  # a head that does not know us: say hello again
+            self._dropped = self._welcome is not None  # and else our hello has not arrived yet
             return
         fresh, self._welcome = self._welcome is None, welcome
         self._welcomed_at = time.monotonic()
@@ -253,7 +268,7 @@ class Agent:
     async def _probe(self, ask: ProbeDirectory) -> None:
         """In a thread: a shared file system may hang, and the head does not wait for this."""
         reason = await asyncio.to_thread(probe_directory, Path(ask.path), ask.token)
-        incarnation = self._options.incarnation
+        incarnation = self._incarnation
         self._send(DirectoryProbed(incarnation=incarnation, path=ask.path, reason=reason))
 
     def _send(self, message: WorkerDied | WorkerStarted | LeaveNotice | DirectoryProbed) -> None:
@@ -274,7 +289,7 @@ class Agent:
 
     def _send_notice(self, source: str, leaves_at: float) -> None:
         left_s = max(leaves_at - time.monotonic(), 0.0)
-        incarnation = self._options.incarnation
+        incarnation = self._incarnation
         self._send(LeaveNotice(incarnation=incarnation, source=source, grace_s=left_s))
 
     def _finish(self, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,9 @@ from flexslurm.wire.service_dir import HeadAddress
 
 log = logging.getLogger(__name__)
 
+_FENCE_S = 15.0
+"""A bound for workers to end in: their grace, a start that is under way, the kill."""
+_FENCE_LOOK_S = 0.05
 _ALL_GRACE_S = 0.5
 """What workers have to end in when their head has gone: they have nobody to answer to."""
 
@@ -23,8 +27,11 @@ class WorkerNursery(Protocol):
 
     async def start(self, timeout_s: float) -> float: ...
 
-    async def spawn(self, gpu: int, head: HeadAddress) -> tuple[str, int, float]:
-        """Returns the worker's incarnation, its process id and the seconds it took."""
+    async def spawn(self, gpu: int, head: HeadAddress, agent: str) -> tuple[str, int, float]:
+        """Returns the worker's incarnation, its process id and the seconds it took.
+
+        `agent`: the incarnation that the worker belongs to.
+        """
         ...
 
     def stop(self, worker: str, grace_s: float) -> None: ...
@@ -74,7 +81,7 @@ class AgentWorkers:
 
     async def _spawn(self, gpu: int, head: HeadAddress) -> None:
         try:
-            worker, pid, took = await self._nursery.spawn(gpu, head)
+            worker, pid, took = await self._nursery.spawn(gpu, head, self._incarnation)
         except FlexslurmError as error:
             log.error("cannot start a worker on GPU %d: %s", gpu, error)
             self._send(self._died(gpu, "", None, str(error)))
@@ -96,6 +103,16 @@ class AgentWorkers:
     def stop_all(self) -> None:
         for gpu in list(self._running):
             self.stop(gpu, _ALL_GRACE_S)
+
+    async def renew(self, incarnation: str) -> None:
+        """Belong to another incarnation, once every worker of the one before has ended."""
+        deadline = time.monotonic() + _FENCE_S
+        while (self._running or self._spawning) and time.monotonic() < deadline:
+            self.stop_all()
+            await asyncio.sleep(_FENCE_LOOK_S)
+        if self._running or self._spawning:
+            log.error("workers of %s do not end: %s", self._incarnation, self._running)
+        self._incarnation = incarnation
 
     def _on_end(self, end: WorkerEnd) -> None:
         if self._running.get(end.gpu) == end.worker:

@@ -57,7 +57,7 @@ class EngineNursery:
     async def start(self, timeout_s: float) -> float:
         return await self._nursery.start(timeout_s=timeout_s)
 
-    async def spawn(self, gpu: int, head: HeadAddress) -> tuple[str, int, float]:
+    async def spawn(self, gpu: int, head: HeadAddress, agent: str) -> tuple[str, int, float]:
         card = next(info for info in self._gpus if info.index == gpu)
         env = {} if self._device == "cpu" else {"CUDA_VISIBLE_DEVICES": card.uuid or str(gpu)}
         started = await self._nursery.spawn(
@@ -65,7 +65,7 @@ class EngineNursery:
                 gpu=gpu,
                 endpoint=head.control,
                 keys=str(self._directory.path / "keys.json"),
-                agent=self._options.incarnation,
+                agent=agent,
                 address=self._address,
                 device=self._device,
                 env=env,
