@@ -10,6 +10,8 @@ from flexslurm.control.state import Control
 
 _DECISIONS = 200
 """The last ones stay readable in a journal that was shortened."""
+_STAYS = 50
+"""As do so many of those that changed nothing: one comes with each window."""
 
 
 class Memory:
@@ -25,6 +27,7 @@ class Memory:
         self.open_requests: dict[str, Mapping[str, Any]] = {}
         """Accepted and not ended, by sequence."""
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
+        self._stays: deque[dict[str, Any]] = deque(maxlen=_STAYS)
 
     def take(self, record: dict[str, Any]) -> None:
         match record.get("event"):
@@ -39,6 +42,8 @@ class Memory:
             case "lives":
                 kinds = record["kinds"]
                 self.lives = {k: (float(watched), float(n)) for k, (watched, n) in kinds.items()}
+            case "decided":
+                self._stays.append(record)
             case _:
                 self._decisions.append(record)
                 self._decided(record)
@@ -69,6 +74,7 @@ class Memory:
             }  # fmt: skip
         if self.lives:
             yield {"event": "lives", "kinds": {k: list(v) for k, v in self.lives.items()}}
+        yield from self._stays
         yield from self._decisions
         for record in self.open_requests.values():
             yield dict(record)

@@ -351,3 +351,15 @@ def test_a_drained_pilot_that_comes_back_to_a_new_head_is_ended() -> None:
     world.run(3)
     assert world.serving() == "a100:2"
     assert [sent.to for sent in world.told(ReleaseAgent)] == ["b"]
+
+
+def test_many_windows_without_a_shift_do_not_push_the_shifts_out_of_memory() -> None:
+    memory = Memory()
+    for epoch in range(1, 4):
+        memory.take({"event": "epoch", "epoch": epoch})
+    for number in range(1000):
+        memory.take({"event": "decided", "verdict": "stay", "reason": f"window {number}"})
+    kept = list(memory.records())
+    assert [r["epoch"] for r in kept if r["event"] == "epoch"] == [1, 2, 3]
+    stays = [r["reason"] for r in kept if r["event"] == "decided"]
+    assert stays[-1] == "window 999" and len(stays) == 50
