@@ -76,6 +76,8 @@ class AgentGone:
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
     worker: str
+    with_node: bool = False
+    """Its whole node is gone: nothing that it did is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +389,6 @@ class Roll:
 
     def _gone(self, agent: AgentRecord, why: str) -> Told:
         record = {"event": "lost", "fragment": agent.hello.fragment, "why": why}
-        workers = [WorkerGone(worker.worker) for worker in agent.workers.values()]
+        workers = [WorkerGone(worker.worker, with_node=True) for worker in agent.workers.values()]
         said = Say(f"{agent.name} is gone: {why}", warning=True)
         return Told([Record(record), said], [AgentGone(agent), *workers])

@@ -175,8 +175,8 @@ class Control:
                 self._plan.soon(now + settings.loss_settle_s)
                 if agent.state is not AgentState.LEAVING:
                     return self.watch.lives.lost(now, agent)
-            case WorkerGone(worker):
-                return self._worker_is_gone(now, worker)
+            case WorkerGone(worker, with_node):
+                return self._worker_is_gone(now, worker, with_node=with_node)
             case WorkerFailedToStart(agent):
                 self._fail_shift_over(now, agent, f"a worker of {agent.name} died at its start")
             case WorkerSaid(worker, message):
@@ -197,14 +197,19 @@ class Control:
             case InstallFailed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.fail(now, message.reason, worker.at.agent, fatal=message.fatal)
 
-    def _worker_is_gone(self, now: float, worker: str) -> list[Action]:
+    def _worker_is_gone(self, now: float, worker: str, *, with_node: bool) -> list[Action]:
         self.holdings.forget(worker)
         if self.shift is not None:
             self.shift.on_worker_gone(now, worker)
         lost = self.current.of_worker(worker) if self.current is not None else None
-        return self._on_broken(now, lost.key, "a worker died") if lost is not None else []
+        if lost is None:
+            return []
+        reason = "its node is gone" if with_node else "a worker died"
+        return self._on_broken(now, lost.key, reason, failed=not with_node)
 
-    def _on_broken(self, now: float, key: ReplicaKey, reason: str) -> list[Action]:
+    def _on_broken(
+        self, now: float, key: ReplicaKey, reason: str, *, failed: bool = True
+    ) -> list[Action]:
         """A replica cannot go on: its streams pause at once, the others are not touched."""
         broken = self.current.find(key) if self.current is not None else None
         if self.current is None or broken is None:
@@ -218,7 +223,7 @@ class Control:
             self.shift.on_lost(now, self.current, key)
         self._plan.soon(now + self.settings.loss_settle_s)
         return [
-            Detach((key,), reason, failed=True),
+            Detach((key,), reason, failed=failed),
             *self.holdings.close(now, key.epoch, broken.workers),
             *self._forget((key,)),
             Record({"event": "broken", "epoch": key.epoch, "replica": key.index, "why": reason}),
