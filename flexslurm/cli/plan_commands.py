@@ -125,6 +125,7 @@ def plan(**options: Any) -> None:
 
 
 def _inputs(options: Mapping[str, Any]) -> Inputs:
+    from flexslurm.planner.catalogue import CATALOGUE
     from flexslurm.planner.files import load_links, load_measured, load_profiles, load_spec
     from flexslurm.planner.topology import Topology
 
@@ -148,7 +149,9 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
         topology = load_links(options["links"], topology)
     for shape, _ in _with(pool, options["what_if"]).counts:
         topology.gpu(shape.gpu_type)
-    profiles |= load_profiles(options["profiles"], spec, topology)
+    # without a site, a directory may have profiles of types that the pool has not
+    known = topology if options["site_file"] else Topology.from_catalogue(tuple(CATALOGUE))
+    profiles |= load_profiles(options["profiles"], spec, known)
     return Inputs(spec, topology, pool, options["site_file"] is not None, profiles)
 
 
@@ -273,7 +276,7 @@ def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[
     used = sorted({shape.gpu_type for shape, _ in inputs.pool.counts})
     lines = [
         *report.about(inputs.spec, inputs.topology, used, inputs.from_site),
-        *report.measured(sorted(inputs.profiles)),
+        *report.measured([kind for kind in sorted(inputs.profiles) if kind.gpu_type in used]),
         "",
     ]
     if results.capacity is not None:

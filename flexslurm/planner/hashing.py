@@ -9,6 +9,7 @@ import msgspec
 
 from flexslurm.gear import Signature
 from flexslurm.planner.model_spec import ModelSpec
+from flexslurm.planner.problem import StepTimes
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
@@ -22,9 +23,9 @@ def inputs_hash(
     goal: Goal,
     pool: Signature,
     acted: Mapping[str, ModelSpec] | None = None,
-    profiles: Iterable[object] = (),
+    profiles: Iterable[StepTimes] = (),
 ) -> str:
-    """32 hexadecimal digits."""
+    """32 hexadecimal digits; of figures and profiles only those of the pool's types count."""
     used = {shape.gpu_type: topology.gpu(shape.gpu_type) for shape, _ in pool.counts}
     parts = (
         PLANNER_VERSION,
@@ -33,7 +34,7 @@ def inputs_hash(
         goal,
         pool,
         dict(acted or {}),
-        list(profiles),
+        [profile for profile in profiles if profile.gpu_type in used],
     )
     text = msgspec.json.encode(parts, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:32]

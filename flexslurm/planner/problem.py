@@ -38,6 +38,9 @@ Need = tuple[tuple[StageKind, int], ...]
 class StepTimes(Protocol):
     """Measured times of one stage kind, see `profiles.Profile`."""
 
+    @property
+    def gpu_type(self) -> str: ...
+
     def layer_s(
         self, new_tokens: float, context_tokens: float, pairs: float, sequences: float
     ) -> float: ...

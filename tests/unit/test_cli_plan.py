@@ -134,6 +134,19 @@ def test_what_the_site_names_as_measured_is_used(tmp_path: Path) -> None:
     assert (caught.value.file, caught.value.line) == (str(tmp_path / "p" / "a.csv"), 5)
 
 
+def test_profiles_of_other_types_do_not_disturb(tmp_path: Path) -> None:
+    rows = [Row("decode", 1, batch, 64, 0.25 * batch) for batch in (1, 8)]
+    for gpu_type in ("l4", "h200"):
+        about = {"model": "llama-3.1-8b", "gpu_type": gpu_type, "tp": 1, "dtype": "bfloat16"}
+        (tmp_path / f"{gpu_type}.csv").write_text(write_profile(about, rows))
+    result = run("--model", "llama-3.1-8b", "--pool", "l4:1x2", "--profile", tmp_path)
+    assert result.exception is None, result.exception
+    assert "step times measured: l4 tp1" in result.output
+    (tmp_path / "x.csv").write_text(write_profile({**about, "gpu_type": "h999"}, rows))
+    with pytest.raises(ConfigError, match="no GPU type 'h999'"):
+        raise_from(run("--model", "llama-3.1-8b", "--pool", "l4:1x2", "--profile", tmp_path))
+
+
 def raise_from(result: Result) -> None:
     assert result.exception is not None
     raise result.exception
