@@ -275,10 +275,11 @@ class PoolKeeper(Keeping):
                 kept.stage = Stage.RUNNING
         elif not running and kept.running_since is not None:
             kept.running_since, kept.joined, kept.since = None, False, now  # requeued
+            kept.draining = False
             if kept.stage is not Stage.ENDING:
                 kept.stage = Stage.WAITING
-        if kept.stage is Stage.ENDING and not running and not kept.joined:
-            kept.cancel = True  # nothing runs that could be drained
+        if kept.stage is Stage.ENDING:
+            self._let_go(kept)
         elif kept.stage is Stage.WAITING:
             self._give_way(now, kept, info)
 
@@ -311,6 +312,9 @@ class PoolKeeper(Keeping):
     def _ended(self, now: float, kept: Kept, how: str, info: JobInfo | None) -> None:
         del self.kept[kept.fragment]
         self._words.append(Forget(kept.fragment))
+        for other in self.kept.values():
+            if other.pilot.replaces == kept.fragment:  # the name may become another's
+                other.pilot = msgspec.structs.replace(other.pilot, replaces="")
         pilot, shape = kept.pilot, self._shape_of(kept.pilot)
         if kept.ending:
             self._tell(f"{kept.fragment} has ended: {kept.ending}", what="ended",

@@ -110,6 +110,8 @@ class Kept:
     here: bool = False
     """It has agents that speak to the head."""
     serving: bool = False
+    draining: bool = False
+    """The service has been told to move off it."""
     drained: bool = False
     """An operator has drained it: its place is not filled again."""
     ends_at: float | None = None

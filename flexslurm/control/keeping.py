@@ -106,34 +106,46 @@ class Keeping:
     def end(self, fragment: str, why: str) -> None:
         """It is no longer wanted: cancelled where it waits, drained where it runs."""
         kept = self.kept[fragment]
-        if kept.stage is Stage.ENDING or kept.stage is Stage.INTENT:
-            return
-        kept.cancel = kept.stage is Stage.WAITING
-        if kept.stage is Stage.RUNNING:
-            self._words.append(Drain(fragment, why))
-        kept.stage, kept.ending = Stage.ENDING, why
+        if not kept.ending and kept.stage is not Stage.INTENT:
+            kept.ending, kept.stage = why, Stage.ENDING
+            self._let_go(kept)
 
-    def drained_by_hand(self, fragment: str) -> None:
-        """An operator has drained it: its place stays empty until the load asks for more."""
+    def _let_go(self, kept: Kept) -> None:
+        """Have one end that shall; nothing while it is not known whether it runs."""
+        if kept.info is None:
+            return
+        if kept.running_since is None:
+            kept.cancel = True
+        elif not kept.draining:
+            kept.draining = True
+            self._words.append(Drain(kept.fragment, kept.ending))
+
+    def drained_by_hand(self, fragment: str, before: bool = False) -> None:
+        """An operator has drained it: its place stays empty until the load asks for more.
+
+        `before`: it was drained under an earlier head, which has counted it off.
+        """
         kept = self.kept.get(fragment)
         if kept is None or kept.ending:
             return
-        kept.ending, kept.drained = "an operator has drained it", True
+        kept.ending, kept.drained, kept.draining = "an operator has drained it", True, True
+        if not before and not kept.pilot.fills_hole:
+            self.wanted[kept.pilot.entry] = max(self.wanted[kept.pilot.entry] - 1, 0)
         if kept.stage is not Stage.INTENT:
-            kept.stage, kept.cancel = Stage.ENDING, kept.stage is Stage.WAITING
-        self.wanted[kept.pilot.entry] = max(self.wanted[kept.pilot.entry] - 1, 0)
+            kept.stage = Stage.ENDING
+            self._let_go(kept)
 
     def taken_back(self, fragment: str) -> None:
         """An operator wants it in use again."""
         kept = self.kept.get(fragment)
-        if kept is not None and kept.drained:
-            kept.drained, kept.ending = False, ""
-            entry = kept.pilot.entry
+        if kept is None or not kept.drained:
+            return
+        kept.drained, kept.draining, kept.cancel, kept.ending = False, False, False, ""
+        entry = kept.pilot.entry
+        if not kept.pilot.fills_hole:
             self.wanted[entry] = min(self.wanted[entry] + 1, self.entries[entry].most)
-            running = kept.running_since is not None
-            if kept.stage is not Stage.INTENT:
-                kept.stage = Stage.RUNNING if running else Stage.WAITING
-                kept.cancel = False
+        if kept.stage is not Stage.INTENT:
+            kept.stage = Stage.WAITING if kept.running_since is None else Stage.RUNNING
 
     def part(self, fragment: str, node: str) -> None:
         """The node's agent has ended: the job can do without it."""

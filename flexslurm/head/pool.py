@@ -75,6 +75,7 @@ class Pool:
         )  # fmt: skip
         self._judge = LoadJudge(load_settings(service))
         self._began, self._settled, self._closed = now(), False, False
+        self._ticked = False
         self._written = (pilots.pilots, pilots.wanted)
         self._out: asyncio.Future[Any] | None = None
         self._submitting = ""
@@ -241,9 +242,10 @@ class Pool:
         self.keeper.present(now, _present(members, self.keeper.kept, set(serving)))
         for fragment, kept in self.keeper.kept.items():
             if fragment in members.draining:
-                self.keeper.drained_by_hand(fragment)
+                self.keeper.drained_by_hand(fragment, before=not self._ticked)
             elif kept.drained:
                 self.keeper.taken_back(fragment)
+        self._ticked = True
         self._part(members)
         if now >= self._load_at + _LOAD_EVERY_S:
             self._load_at = now
@@ -253,6 +255,7 @@ class Pool:
         for fragment in [f for f in members.cordoned if f in self._forgotten(members)]:
             self._tell(Cordon(fragment, cordon=False))
         self._say()
+        self._write()
 
     def _part(self, members: Members) -> None:
         """Nodes whose agents have ended are taken out of their jobs."""

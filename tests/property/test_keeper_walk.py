@@ -68,6 +68,8 @@ class Walk:
         self.written, self.wanted = self.keeper.pilots(), tuple(self.keeper.wanted)
         self.here: set[str] = set()
         self.calls = 0
+        self.pairs: dict[str, str] = {}
+        """Successors and those whose place they take, by job."""
 
     def call(self, fate: str) -> None:
         keeper, queue = self.keeper, self.queue
@@ -95,7 +97,10 @@ class Walk:
     def submit(self, call: Submit, fate: str) -> None:
         keeper, queue, name = self.keeper, self.queue, call.pilot.fragment
         if fate in ("done", "head dies after", "unheard"):
+            before = keeper.kept.get(call.pilot.replaces)
             job = queue.submit(call.pilot, 600.0)
+            if before is not None:
+                self.pairs[job] = before.pilot.job_id
             if fate == "done":
                 keeper.submitted(queue.now, name, job)
         if fate in ("lost", "unheard", "no answer"):
@@ -161,7 +166,8 @@ class Walk:
             mine = [job for job in self.queue.alive() if job.pilot.entry == number]
             names = {job.pilot.fragment for job in mine}
             assert len(names) == len(mine), "two jobs of one fragment"
-            assert sum(job.pilot.replaces not in names for job in mine) <= entry.most
+            ids = {job.info.id for job in mine}
+            assert sum(self.pairs.get(job.info.id) not in ids for job in mine) <= entry.most
             assert len(mine) <= 2 * entry.most
             assert self.keeper.count(number) <= entry.most
             assert self.keeper.wanted[number] <= entry.most

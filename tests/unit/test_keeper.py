@@ -469,3 +469,38 @@ def test_a_site_that_forbids_it_is_said_and_the_pilot_goes_on() -> None:
     assert any("cannot be given back: Requested operation" in line for line in world.said)
     assert world.keeper.kept["a100-1"].pilot.nodes == 2
     assert len(world.queue.submissions) == 1
+
+
+def test_the_name_of_one_that_went_is_free_for_another() -> None:
+    """A successor is nobody's successor once the old pilot is gone."""
+    world = World(entry(2, 2, 2, handover_s=300.0))
+    world.walltime_s = 3600
+    world.step(times=4)
+    world.join()
+    for _ in range(900):
+        world.step(20)
+        world.join()
+        for name in [n for n, k in world.keeper.kept.items() if k.draining]:
+            world.queue.end(world.job(name), JobState.COMPLETED, 0)
+            world.present.pop(name, None)
+        replaced = {k.pilot.replaces for k in world.keeper.kept.values()} - {""}
+        assert replaced <= world.keeper.kept.keys()
+        assert len(world.names()) <= 4
+    assert len(world.names()) == 2
+    assert len(world.queue.submissions) in range(11, 15)  # each lives for 55 minutes of 5 hours
+
+
+def test_a_pilot_that_was_draining_when_the_head_died_is_not_cancelled() -> None:
+    world = World(entry(2, 2, 2))
+    world.step(times=4)
+    written = world.keeper.pilots()
+    again = World(entry(2, 2, 2), pilots=written)
+    again.queue = world.queue
+    again.keeper.wanted = [1]
+    again.keeper.drained_by_hand("a100-2", before=True)
+    assert again.act() is None
+    again.step(times=10)
+    assert again.keeper.wanted == [1] and again.names() == ["a100-1", "a100-2"]
+    again.queue.end(again.job("a100-2"), JobState.COMPLETED, 0)
+    again.step(times=30)
+    assert again.names() == ["a100-1"]
