@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexslurm.control.actions import Record, Say, Send
+from flexslurm.control.actions import Detach, Record, Say, Send
 from flexslurm.control.events import (
     Cordon,
     Heard,
@@ -59,6 +59,20 @@ def test_a_killed_worker_pauses_at_once_and_is_replaced() -> None:
     world.run(1)
     assert world.serving() == "a100:2x2"
     assert [opened.epoch for opened in world.opened()] == [1, 2]
+
+
+def test_only_a_worker_that_dies_alone_may_have_died_of_its_sequences() -> None:
+    for whole_node in (False, True):
+        world = World()
+        world.join("a")
+        world.join("b")
+        world.run(3)
+        if whole_node:
+            world.take(Unreachable("b"))
+        else:
+            world.kill_worker("b", 1)
+        [detach] = [action for action in world.log if isinstance(action, Detach)]
+        assert detach.failed is not whole_node, detach
 
 
 def test_a_silent_agent_is_lost_within_its_bound() -> None:
