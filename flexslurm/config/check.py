@@ -8,13 +8,14 @@ model that is not there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexslurm.config.schema import nearest_hint
 from flexslurm.config.service import Service
-from flexslurm.config.site import Site
+from flexslurm.config.site import GpuType, Site
 from flexslurm.config.sources import Loaded, load_service, load_site
 from flexslurm.config.units import TIME
 from flexslurm.config.yaml_text import Loc
@@ -169,4 +170,22 @@ def notes(service: Loaded[Service], site: Loaded[Site]) -> list[str]:
             f"the head runs in '{site.value.head.partition}', which Slurm may preempt: "
             "streams break when it does"
         )
-    return found
+    return [*found, *_notes_on_parts(service.value, site.value)]
+
+
+def _notes_on_parts(service: Service, site: Site) -> list[str]:
+    """NCCL does not join processes that share a card."""
+    return [
+        f"pool.{index}: slices and shares of a card form no groups with each other: ask for "
+        f"'gpus: 1' and a count of {entry.gpus * entry.count}"
+        for index, entry in enumerate(service.pool)
+        if entry.gpus > 1 and _is_part(site.gpu_types.get(entry.gpu_type))
+    ]
+
+
+def _is_part(gpu_type: GpuType | None) -> bool:
+    """A share, or a MIG slice by its name, as a100_3g.40gb."""
+    if gpu_type is None or gpu_type.virtual is not None:
+        return False
+    gres = gpu_type.gres or f"gpu:{gpu_type.slurm_type or ''}"
+    return gres.startswith(("shard", "mps")) or re.search(r"\dg\.\d+gb", gres) is not None

@@ -154,6 +154,20 @@ def test_a_qos_that_gives_less_than_the_file_says(
     assert "partition 'gpu-cancel': Slurm has no QOS 'scavenger-nograce' (it has" in out
 
 
+def test_slices_in_one_pilot_are_told_of(
+    root: Path, tmp_path: Path, tiny_model: Path, flexslurm: Callable[..., str]
+) -> None:
+    pool = [{"partition": "slices", "gpu_type": "mig-3g", "gpus": 2, "count": 2}]
+    data = {"name": "chat", "model": {"path": str(tiny_model)}, "pool": pool}
+    (tmp_path / "service.yaml").write_text(yaml.safe_dump(data))
+    commands = CLUSTERS["mig"].install(tmp_path / "bin")
+    out = flexslurm(
+        commands, "config", "check", "--service", str(tmp_path / "service.yaml"),
+        "--site", str(root / "site-configs" / "mig.yaml"),
+    )  # fmt: skip
+    assert "note: pool.0: slices and shares" in out and "a count of 4" in out
+
+
 def test_the_page_of_keys_is_the_schema_s(root: Path) -> None:
     """FLEXSLURM_WRITE_GOLDEN=1 writes it anew."""
     path = root / "docs" / "site-file.md"
