@@ -83,7 +83,7 @@ class KvParker:
             self._lot.discard(parked)
             raise
         with self._lock:
-            if not self._is_wanted(order):
+            if not self._is_wanted(order) or cancel.is_set:
                 self._lot.discard(parked)
                 return set(), "it was called off"
             self._lot.keep(parked)
@@ -107,7 +107,7 @@ class KvParker:
         finally:
             writer.abandon()
         with self._lock:
-            if not self._is_wanted(order):
+            if not self._is_wanted(order) or cancel.is_set:
                 writer.path.unlink(missing_ok=True)
                 return set(), "it was called off"
             self._files.setdefault(order.epoch, []).append(writer.path)

@@ -21,7 +21,7 @@ from flexslurm.head.parking import Parking
 from flexslurm.head.replicas import Replicas
 from flexslurm.head.storage import Storage
 from flexslurm.head.stored import Part, Stored
-from flexslurm.messages import KvParked, Message
+from flexslurm.messages import KvParked, Message, UnparkKv
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,8 @@ class Away:
             driver = self._replicas.open.get(key)
             if driver is not None:
                 driver.resume()
+        for worker, epoch in under.parking.workers():
+            self._send(worker, UnparkKv(epoch=epoch))  # what is being written too
         self._drop_files([part for parts in under.parking.parts.values() for part in parts])
 
     # ------------------------------------------------------------------ what is stored

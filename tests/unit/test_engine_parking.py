@@ -185,3 +185,18 @@ def test_a_damaged_file_costs_its_own_blocks_alone(
     two.transfers.pull(pull(one, 1, 2, [(2, 0), (3, 1)], ticket=3, directory=str(tmp_path)))
     assert two.answer(3).failed == (0,)
     check(new, [(3, 1)], (0, LAYERS), (0, HEADS))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_epoch_that_ends_while_it_is_parked_leaves_nothing_of_it(
+    sides: tuple[Side, Side], on_disk: bool, tmp_path: Path
+) -> None:
+    one, _ = sides
+    write(one.store(1), range(4))
+    place = str(tmp_path / "there") if on_disk else None
+    faults.arm("transfer.park:1:slow")
+    one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
+    assert one.transfers.close(1, 5.0)
+    assert one.answer(1).failed == (0, 1)
+    assert one.transfers.lot.used_bytes == 0
+    assert not list((tmp_path / "there").glob("*"))

@@ -18,7 +18,7 @@ from flexslurm.head.moving import Tickets
 from flexslurm.head.replicas import Replicas
 from flexslurm.head.storage import Storage
 from flexslurm.head.stored import AGE_S
-from flexslurm.messages import DirectoryProbed, KvParked, Message, ParkKv, Step, StepDone
+from flexslurm.messages import DirectoryProbed, KvParked, Message, ParkKv, Step, StepDone, UnparkKv
 from tests.reshard_cases import BLOCK_TOKENS, LAYERS, gear_of, replica, shard_map
 
 KEY = ReplicaKey(3, 0)
@@ -36,6 +36,7 @@ class World:
         )
         self.steps: list[Step] = []
         self.asked: list[tuple[str, ParkKv]] = []
+        self.called_off: list[tuple[str, int]] = []
         self.replicas = Replicas(
             self.ledger, send=self._step, broken=lambda *_: None, now=lambda: self.now
         )
@@ -74,6 +75,9 @@ class World:
             self.steps.append(message)
 
     def _ask(self, worker: str, message: Message) -> None:
+        if isinstance(message, UnparkKv):
+            self.called_off.append((worker, message.epoch))
+            return
         assert isinstance(message, ParkKv)
         self.asked.append((worker, message))
 
@@ -235,6 +239,7 @@ def test_a_notice_taken_back_goes_on_as_if_nothing_had_been(world: World) -> Non
     world.parked(0)
     world.away.drop()
     assert world.files() == 0 and not world.away.stored and world.steps
+    assert world.called_off == [("w0", 3), ("w1", 3)], "what is being written stops too"
     world.answer_steps()
     for request, stream in world.streams.values():
         tokens = [event.token for event in stream.ready() if event.token is not None]
