@@ -171,6 +171,19 @@ class SubmitterSuite:
         assert strange.state is JobState.UNKNOWN and not strange.known
         assert submitter.states([]) == {}
 
+    def test_a_survey_finds_jobs_that_nobody_wrote_down(
+        self, submitter: Submitter, tmp_path: Path
+    ) -> None:
+        """Of the service's own directory, by name, until they are over."""
+        job_id = submitter.submit(self.spec(tmp_path, "stay"))
+        infos, ours = submitter.survey(["987654"])
+        assert not infos["987654"].known
+        assert [(job.id, job.name) for job in ours] == [(job_id, "p-0")]
+        submitter.cancel([job_id])
+        wait(lambda: self.state(submitter, job_id).state.over, self.end_s, "it is cancelled")
+        infos, ours = submitter.survey([job_id])
+        assert infos[job_id].state is JobState.CANCELLED and ours == ()
+
     def test_a_preview_submits_nothing(self, submitter: Submitter, tmp_path: Path) -> None:
         text = submitter.preview(self.spec(tmp_path))
         assert "p-0" in text and str(tmp_path / "task.py") in text

@@ -197,6 +197,13 @@ class Pool:
             known = ", ".join(sorted({agent.hello.node for agent in members.agents.values()}))
             raise ServiceError(f"there is no node '{node}' in the service", hint=f"it has {known}")
         whole = [a.hello.fragment for a in agents if self._is_alone(a, members)]
+        for fragment in {agent.hello.fragment for agent in agents} - set(whole):
+            kept = self.keeper.kept.get(fragment)
+            if kept is not None and kept.info is not None and kept.info.batch_host == node:
+                raise ServiceError(
+                    f"the script of {fragment} runs on '{node}': without it the job is an orphan",
+                    hint=f"release another of its nodes, or all of it: flexslurm drain {fragment}",
+                )
         for fragment in whole:
             self._tell(Cordon(fragment, cordon=True, drain=True))
         if len(whole) < len(agents):

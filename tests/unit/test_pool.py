@@ -15,11 +15,13 @@ from virtual_time import inline, run_virtual
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.control.events import Cordon, PartNode
 from flexslurm.control.keeper_load import Load
 from flexslurm.control.members import Members
-from flexslurm.errors import SlurmError, SlurmUnavailable
+from flexslurm.errors import ServiceError, SlurmError, SlurmUnavailable
 from flexslurm.head.poller import JobPoller
 from flexslurm.head.pool import Pool, open_pool
+from flexslurm.messages import PROTOCOL, AgentHello
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.script import PilotSpec
 from flexslurm.slurm.states import JobState
@@ -291,3 +293,49 @@ def test_an_allocation_and_a_pool_that_nobody_keeps(tmp_path: Path) -> None:
             tell=lambda event: None, record=bench.records.append,
         )  # fmt: skip
         assert made is None
+
+
+# ------------------------------------------------------------------------- nodes given back
+
+
+class Agents:
+    """Members with one agent on each node of a pilot."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.members = Members()
+        for node in nodes:
+            hello = AgentHello(
+                protocol=PROTOCOL, incarnation=f"a-{node}", fragment="a100-1", node=node,
+                address="127.0.0.1", gpu_type="a100", gpus=(),
+            )  # fmt: skip
+            self.members.join(hello, 0.0)
+
+
+def test_a_node_is_given_back_when_its_agent_has_ended(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1).filled()
+    told: list[object] = []
+    pool = bench.pool()
+    pool._tell = told.append
+    agents = Agents("n1", "n2")
+    assert "its pilot goes on" in pool.release("n2", agents.members)
+    assert told == [PartNode("n2")]
+    agents.members.agents["a-n2"].parting = True
+    pool.tick(agents.members, lambda: IDLE, ())
+    assert not pool.keeper.kept["a100-1"].part_with
+    agents.members.drop("a-n2")
+    bench.now += 1
+    pool.tick(agents.members, lambda: IDLE, ())
+    assert pool.keeper.kept["a100-1"].part_with == {"n2"}
+    assert "its pilot ends" in pool.release("n1", agents.members)
+    assert told[-1] == Cordon("a100-1", cordon=True, drain=True)
+
+
+def test_a_node_that_cannot_be_given_back_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 1).filled()
+    pool, agents = bench.pool(), Agents("n1", "n2")
+    with pytest.raises(ServiceError, match="no node 'n9'") as caught:
+        pool.release("n9", agents.members)
+    assert "n1, n2" in (caught.value.hint or "")
+    pool.keeper.kept["a100-1"].info = JobInfo("1", JobState.RUNNING, batch_host="n1")
+    with pytest.raises(ServiceError, match="runs on 'n1'"):
+        pool.release("n1", agents.members)

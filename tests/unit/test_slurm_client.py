@@ -203,3 +203,53 @@ def test_back_off_doubles_to_its_cap_with_jitter() -> None:
     for wait, full in zip(waits, [1, 2, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8], strict=True):
         assert full / 2 <= wait <= full
     assert len(set(waits)) == 12
+
+
+# ------------------------------------------------------------------------------- for the pool
+
+
+def test_a_survey_is_one_call_and_tells_services_of_one_name_apart(
+    commands: Path, client: MakeClient, tmp_path: Path
+) -> None:
+    """Home directories are often links: sbatch notes the real one."""
+    (tmp_path / "real" / "jobs").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "real")
+    real, mine = str(tmp_path / "real" / "jobs"), tmp_path / "home" / "jobs"
+    rows = squeue_rows(
+        {"jobid": "7", "state": "RUNNING", "name": "chat.a-1", "workdir": real},
+        {"jobid": "8", "state": "FAILED", "name": "chat.a-2", "workdir": real},
+        {"jobid": "9", "state": "RUNNING", "name": "chat.a-1", "workdir": "/elsewhere/jobs"},
+    )
+    stand_in(commands, "squeue", f"print({rows!r}, end='')")
+    infos, ours = client().survey(["8", "10"], mine, {})
+    assert infos["8"].state is JobState.FAILED and not infos["10"].known
+    assert [job.id for job in ours] == ["7"]
+    assert len(calls(commands, "squeue")) == 1
+
+
+def test_what_shows_the_holes(commands: Path, client: MakeClient) -> None:
+    node = "NodeName=n1 CPUTot=8 Gres=gpu:a100:4 GresUsed=gpu:a100:1(IDX:0) State=MIXED"
+    plan = "ReservationName=r StartTime=2026-11-29T12:00:00 Nodes=n[1-2] Users=root"
+    stand_in(
+        commands, "scontrol",
+        f"print({node!r} + ' Partitions=p,q' if sys.argv[2] == 'node' else {plan!r})",
+    )  # fmt: skip
+    rows = SEPARATOR.join(["2026-11-29T13:00:00 ", "n[3-4]  ", ""]) + "\n"
+    stand_in(commands, "squeue", f"print('CLUSTER: x'); print({rows!r}, end='')")
+    (room,) = client().rooms()
+    assert (room.name, room.partitions, room.usable) == ("n1", ("p", "q"), True)
+    assert (room.has[0].count, room.used[0].count) == (4, 1)
+    assert client().reservations()[0]["Nodes"] == "n[1-2]"
+    assert client().starts() == [("2026-11-29T13:00:00", "n[3-4]")]
+    stand_in(commands, "scontrol", "print('No reservations in the system')")
+    assert client().reservations() == []
+
+
+def test_a_job_is_made_smaller_and_slurms_script_for_it_is_removed(
+    commands: Path, client: MakeClient, tmp_path: Path
+) -> None:
+    body = "open('slurm_job_7_resize.sh', 'w').close(); open('slurm_job_7_resize.csh', 'w')"
+    stand_in(commands, "scontrol", body)
+    client().resize("7", ("n1", "n2"), tmp_path)
+    assert calls(commands, "scontrol") == [["update", "JobId=7", "NodeList=n1,n2"]]
+    assert not list(tmp_path.glob("slurm_job_*"))
