@@ -74,7 +74,7 @@ def table(figures: list[ShiftFigures]) -> str:
     """One line a shift, below a line that says from where to where."""
     heads = (
         "mode", "tokens", "extra gap", "step", "in steps", "pause", "drained", "last move",
-        "expected", "moved", "optimal", "transfer", "expected", "recompute", "restart",
+        "expected", "moved", "optimal", "transfer", "of link", "expected", "recompute", "restart",
         "of recompute", "of restart",
     )  # fmt: skip
     rows = [heads, *(_row(one) for one in figures)]
@@ -103,6 +103,7 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         _bytes(one.bytes_moved),
         _bytes(one.bytes_optimal),
         _seconds(one.transfer_s),
+        _number(one.transfer_to_link, ".1f"),
         _seconds(one.expected_transfer_s),
         _seconds(one.recompute_s),
         _seconds(one.cold_restart_s),

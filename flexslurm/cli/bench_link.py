@@ -1,4 +1,4 @@
-"""The bandwidth of the workers' data plane on this machine, with nothing else running."""
+"""The bandwidth of the workers' data plane on this machine: one connection of two processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from flexslurm.engine.byte_runs import Landing, Source
     from flexslurm.engine.transfer_wire import AskPages, AskWeights, Views
 
-_BYTES = 64 << 20
+_BYTES = 32 << 20
 _TRIES = 5
+_NO_BOUND = 1e12
 _START_S = 60.0
 _FETCH_S = 60.0
 
@@ -60,9 +62,10 @@ class _Memory:
         return self
 
 
-def measure_link() -> float:
+def measure_link(*, paced: bool = False) -> float:
     """Bytes per second from one process to another: the median of a few fetches.
 
+    `paced`: as beside a gear that serves, which both ends stand back for. No rate bounds it.
     Raises ServiceError where nothing comes, DeadlineExceeded where it takes too long.
     """
     key = secrets.token_bytes(32)
@@ -75,7 +78,14 @@ def measure_link() -> float:
     try:
         if not here.poll(_START_S):
             raise DeadlineExceeded(f"no data server within {_START_S:g} s")
-        return _fetched(key, int(here.recv()))
+        port, rates = int(here.recv()), list[float]()
+        # In a thread of its own, since a priority that was lowered cannot be raised again.
+        thread = threading.Thread(target=lambda: rates.extend(_fetched(key, port, paced=paced)))
+        thread.start()
+        thread.join()
+        if not rates:
+            raise ServiceError("the data plane could not be measured")
+        return statistics.median(rates)
     finally:
         here.close()
         server.join(5.0)
@@ -83,25 +93,27 @@ def measure_link() -> float:
             server.kill()
 
 
-def _fetched(key: bytes, port: int) -> float:
+def _fetched(key: bytes, port: int, *, paced: bool) -> Iterator[float]:
+    from flexslurm.engine.niceness import be_nice
     from flexslurm.engine.transfer_client import Cancel, Fetcher, Job
     from flexslurm.engine.transfer_wire import AskPages, Ranges
 
     def ask(spans: Ranges) -> AskPages:
         return AskPages(
-            epoch=1, layers=(0, 1), heads=(0, 1), blocks=(0,), page_bytes=_BYTES, spans=spans
-        )
+            epoch=1, layers=(0, 1), heads=(0, 1), blocks=(0,), page_bytes=_BYTES, spans=spans,
+            rate_bytes_per_s=_NO_BOUND if paced else 0.0,
+        )  # fmt: skip
 
+    if paced:
+        be_nice()
     fetcher, sink, cancel = Fetcher(key), _Memory(), Cancel()
-    rates = []
     for _ in range(_TRIES):
         began = time.monotonic()
-        found = fetcher.fetch(Job(("127.0.0.1", port), ask, sink, began + _FETCH_S, cancel))
-        if found.left:
-            raise ServiceError(f"the data plane could not be measured: {found.reason}")
-        rates.append(_BYTES / (time.monotonic() - began))
+        job = Job(("127.0.0.1", port), ask, sink, began + _FETCH_S, cancel, paced=paced)
+        if fetcher.fetch(job).left:
+            break
+        yield _BYTES / (time.monotonic() - began)
     fetcher.close()
-    return statistics.median(rates)
 
 
 def _serve(key: bytes, pipe: Connection) -> None:

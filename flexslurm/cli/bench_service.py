@@ -125,6 +125,14 @@ class BenchService:
         """The streams without any disturbance, to their ends."""
         return self._finish(*self._open(self._bodies()))
 
+    def beside(self, measure: Callable[[], float]) -> float:
+        """Measure something while streams go on."""
+        runs, threads = self._open(self._bodies())
+        _until(lambda: all(len(run.times) >= BEGUN or run.error for run in runs))
+        found = measure()
+        self._finish(runs, threads, early=True)
+        return found
+
     def round(self, start: str, to: str, say: Say) -> Round:
         """From one gear into another, in the middle of the streams."""
         self.shift(start)

@@ -53,7 +53,11 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     """The worker that moved for longest: weights and KV, measured where they arrive."""
     expected_transfer_s: float
     link_bytes_per_s: float
-    """Of one connection of the data plane between two processes, with nothing else running."""
+    """Of one connection of the data plane between two processes, while the service decodes."""
+    idle_link_bytes_per_s: float
+    """The same with nothing else running."""
+    transfer_to_link: float
+    """How long the transfer took, over the time of its bytes on such a link."""
     recompute_s: float | None
     """As `longest_extra_gap_s`, where the service stops and recomputes."""
     cold_restart_s: float
@@ -118,6 +122,8 @@ def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
     with launched(home / "moving", model, plan, {}) as service:
         restart_s = service.cold_restart()
         calm = service.calm()
+        beside = service.beside(lambda: measure_link(paced=True))
+        say(f"beside a gear that decodes it carries {beside / 1e6:.0f} MB/s")
         rounds = [service.round(*change, say) for change in plan.walk]
     say("the same, stopping and recomputing")
     with launched(home / "recomputing", model, plan, _STOPPING) as service:
@@ -126,18 +132,25 @@ def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
     if not all(same_tokens(one.tokens, whole) for one in again):
         raise ServiceError("tokens differ from the undisturbed run's where KV is recomputed")
     return [
-        _figures(model, calm, one, other, link, restart_s)
+        _figures(model, calm, one, other, (beside, link), restart_s)
         for one, other in zip(rounds, again, strict=True)
     ]
 
 
 def _figures(
-    model: Path, calm: list[StreamRun], one: Round, other: Round, link: float, restart_s: float
+    model: Path,
+    calm: list[StreamRun],
+    one: Round,
+    other: Round,
+    links: tuple[float, float],
+    restart_s: float,
 ) -> ShiftFigures:
     from flexslurm.cli.bench_least import least_bytes, moved_bytes
 
     line, switched = one.line, one.switched
     gap_s, recompute_s, step_s = one.extra_gap_s, other.extra_gap_s, one.step_s
+    transfer_s = float(line["weights_move_s"]) + float(line["kv_move_s"])
+    moved, (beside, idle) = moved_bytes(line), links
     return ShiftFigures(
         before=str(line["from"]),
         after=str(line["to"]),
@@ -150,11 +163,13 @@ def _figures(
         drain_s=float(switched["drain_s"]),
         last_move_s=float(switched["last_move_s"]),
         expected_pause_s=float(one.planned["pause_s"]),
-        bytes_moved=moved_bytes(line),
+        bytes_moved=moved,
         bytes_optimal=least_bytes(model, BLOCK_TOKENS, one.before, one.after, switched["kv"]),
-        transfer_s=round(float(line["weights_move_s"]) + float(line["kv_move_s"]), 4),
+        transfer_s=round(transfer_s, 4),
         expected_transfer_s=float(one.planned["transfer_s"]),
-        link_bytes_per_s=round(link),
+        link_bytes_per_s=round(beside),
+        idle_link_bytes_per_s=round(idle),
+        transfer_to_link=round(transfer_s * beside / moved, 3) if moved else 0.0,
         recompute_s=_rounded(recompute_s),
         cold_restart_s=round(restart_s, 3),
         gap_to_recompute=_ratio(gap_s, recompute_s),

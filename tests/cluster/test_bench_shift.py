@@ -16,7 +16,8 @@ ASKED = {
 }  # fmt: skip
 FURTHER = {
     "mode", "gap_steps", "pause_s", "drain_s", "last_move_s", "expected_pause_s",
-    "expected_transfer_s", "gap_to_recompute", "gap_to_restart",
+    "expected_transfer_s", "idle_link_bytes_per_s", "transfer_to_link", "gap_to_recompute",
+    "gap_to_restart",
 }  # fmt: skip
 
 
