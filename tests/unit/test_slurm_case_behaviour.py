@@ -196,6 +196,7 @@ class FakeNvml:
     nvmlInit = nvmlShutdown = staticmethod(lambda: None)
     nvmlDeviceGetCount = staticmethod(lambda: 2)
     nvmlDeviceGetHandleByIndex = staticmethod(lambda i: i)
+    nvmlDeviceGetMigMode = staticmethod(lambda h: (0, 0))
     nvmlDeviceGetUUID = staticmethod(lambda h: ("GPU-aaaa", "GPU-bbbb")[h])
     nvmlDeviceGetMemoryInfo = staticmethod(lambda h: type("M", (), {"total": (1 + h) * 2**30}))
 
