@@ -91,7 +91,6 @@ def write_tiny_model(
     )  # fmt: skip
     _check(sizes)
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from flexslurm.engine.backend import deepspeed
@@ -104,6 +103,14 @@ def write_tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     _draw(model, seed)
     config.architectures = [type(model).__name__]
+    _save(model, target, max_shard_bytes)
+    return target
+
+
+def _save(model: Any, target: Path, max_shard_bytes: int | None) -> None:
+    """Write model and tokenizer beside `target`, then in its place, so that it is whole or absent."""
+    from safetensors import SafetensorError
+
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -121,7 +128,6 @@ def write_tiny_model(
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 @contextmanager
