@@ -220,6 +220,9 @@ def _tell_changes(answer: StatusAnswer, told: dict[str, str], say: Say) -> None:
     for fragment in answer.fragments:
         detail = f" ({fragment.detail})" if fragment.detail else ""
         _tell(told, fragment.name, f"{fragment.state}{detail}", say)
+    for number, line in enumerate(answer.pool):
+        if "no more" in line:  # the rest shows in the pilots' own lines
+            _tell(told, f"pool, entry {number + 1}", line, say)
     _tell(told, "service", f"{answer.state}: {answer.reason}", say)
 
 

@@ -97,7 +97,8 @@ def entry_of(pilot: Pilot, service: Service) -> int | None:
     """The entry of a pool that a pilot would do for; None: it is none of this pool's."""
     for index, entry in enumerate(entries_of(service)):
         same = (pilot.gpu_type, pilot.partition) == (entry.gpu_type, entry.partition)
-        if same and PilotShape(pilot.gpus, pilot.nodes) in entry.shapes:
+        # a pilot may have given nodes back
+        if same and any(s.gpus == pilot.gpus and s.nodes >= pilot.nodes for s in entry.shapes):
             return index
     return None
 
