@@ -93,13 +93,14 @@ def _walk(layers: int) -> tuple[tuple[str, str], ...]:
         (a100(1), two),
         (two, a100(1)),
         (even("l40s", layers, 1, 1), even("l40s", layers, 2)),
+        (even("l40s", layers, 2), even("l40s", layers, 1, 1)),
     )
 
 
 QUICK = Plan(
     model={"layers": 6, "hidden": 48, "heads": 6, "kv_heads": 3, "intermediate": 768},
     memory={"a100": "64MiB", "l40s": "6MiB"},
-    walk=tuple(_walk(6)[n] for n in (0, 6, 10, 11)),
+    walk=tuple(_walk(6)[n] for n in (0, 6, 10, 11, 12)),
 )
 FULL = Plan(
     model={"layers": 12, "hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 1536},

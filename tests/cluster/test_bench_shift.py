@@ -32,7 +32,7 @@ def test_a_quick_bench_gives_every_figure_of_every_shift(
     shown = capsys.readouterr()
     assert code == 0, shown.err
     shifts = json.loads(file.read_text())
-    assert [shift["mode"] for shift in shifts] == ["beside", "beside", "beside", "park"]
+    assert [shift["mode"] for shift in shifts] == ["beside"] * 3 + ["park"] * 2
     for shift in shifts:
         assert shift.keys() == ASKED | FURTHER
         assert f"{shift['from']}  ⇒  {shift['to']}" in shown.out

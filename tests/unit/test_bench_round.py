@@ -77,8 +77,8 @@ def test_bytes_are_those_from_elsewhere() -> None:
 def test_the_walk_is_what_is_asked_for() -> None:
     """PP 1→2→3→1, TP 1→2→3→1, PP x TP 2x1→1x2→3x1, replicas 1→2→1, an uneven split, a tight one."""
     walk = FULL.walk
-    assert len(walk) == len(set(walk)) == 12
+    assert len(walk) == len(set(walk)) == 13
     assert any("2x(" in after for _, after in walk) and any("2x(" in before for before, _ in walk)
     assert any("[0,8)" in after and "tp2" in after and "→" in after for _, after in walk)
     assert any("l40s" in after for _, after in walk)
-    assert len(QUICK.walk) == 4
+    assert len(QUICK.walk) == 5
