@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,17 +21,19 @@ from flexslurm.cli.ask import ask_status
 from flexslurm.cli.demo_cluster import DemoCluster, wait_for
 from flexslurm.cli.demo_streams import StreamRun, open_streams, questions
 from flexslurm.cli.show import picture
-from flexslurm.errors import FlexslurmError, ServiceError
+from flexslurm.errors import DeadlineExceeded, FlexslurmError, ServiceError
 from flexslurm.messages import ServiceState, StatusAnswer
 from flexslurm.wire.service_dir import ServiceDir
 
 STREAMS = 6
 TOKENS = 64
+_STREAMS_S = 300.0
+"""The longest that all streams may take, the change in their midst included."""
 _MEMORY = {"a100": "300MiB", "l40s": "200MiB"}
 """So little that the model needs several GPUs, as a large model does on real ones."""
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class StoryFigures(msgspec.Struct, kw_only=True):
     """What the demo measured."""
 
     cluster: str
@@ -63,7 +65,7 @@ class Story:
         stamp = f"{time.monotonic() - self.started_at:6.1f}s  " if line else ""
         click.echo(f"{stamp}{line}")
 
-    def run(self) -> Figures:
+    def run(self) -> StoryFigures:
         """Everything, from an empty machine to the figures; cleans up in any case."""
         self.started_at = time.monotonic()
         directory = ServiceDir(self.home / "service")
@@ -114,19 +116,19 @@ class Story:
 
     # ------------------------------------------------------------------ the acts
 
-    def _act(self, directory: ServiceDir) -> Figures:
+    def _act(self, directory: ServiceDir) -> StoryFigures:
         before = self._serving(directory)
         self.tell(f"{STREAMS} streams without disturbance, to compare with")
         calm = self._stream(before)
         self.tell("the same streams again; the first one, as it comes:")
         printer = _Printer()
         runs, threads = open_streams(before.endpoint, self._bodies(), printer.take)
+        ends_at = time.monotonic() + _STREAMS_S
         wait_for(lambda: all(len(run.tokens) >= 8 or run.error for run in runs), 60.0)
         taken_at, victim = time.monotonic(), self._preempt(directory, printer)
         after = self._await_shift(directory, before.epoch, printer)
         notice_s = time.monotonic() - taken_at
-        for thread in threads:
-            thread.join()
+        _join(threads, ends_at)
         printer.end()
         self.tell("all streams have ended")
         returned = self._await_return(directory, before, victim)
@@ -143,8 +145,7 @@ class Story:
 
     def _stream(self, status: StatusAnswer) -> list[StreamRun]:
         runs, threads = open_streams(status.endpoint, self._bodies())
-        for thread in threads:
-            thread.join()
+        _join(threads, time.monotonic() + _STREAMS_S)
         errors = [run.error for run in runs if run.error]
         if errors:
             raise ServiceError(f"a stream failed without any disturbance: {errors[0]}")
@@ -213,10 +214,10 @@ class Story:
         after: StatusAnswer,
         returned: StatusAnswer | None,
         notice_s: float,
-    ) -> Figures:
+    ) -> StoryFigures:
         assert before.gear is not None and after.gear is not None
         shift = next(s for s in after.shifts if s["epoch"] == after.epoch)
-        return Figures(
+        return StoryFigures(
             cluster=self.cluster.name,
             requests=len(runs),
             completed=sum(run.finish == "length" and not run.error for run in runs),
@@ -243,6 +244,16 @@ class Story:
             self.tell(f"while stopping: {error.message}")
         finally:
             self.cluster.down()
+
+
+def _join(threads: Iterable[threading.Thread], until: float) -> None:
+    """Wait for all streams; `until` is a time of the monotonic clock. Raises DeadlineExceeded."""
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+        if thread.is_alive():
+            raise DeadlineExceeded(
+                "the demo's streams do not end", hint="run it with --keep and read the head's log"
+            )
 
 
 def _try_status(directory: ServiceDir) -> StatusAnswer | None:

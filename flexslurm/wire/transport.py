@@ -78,11 +78,15 @@ class HeadSocket:
         try:
             self.port = int(self._socket.bind_to_random_port(f"tcp://{host}"))
         except zmq.ZMQError as error:
-            raise EnvironmentFault(f"cannot open a control port on {host}: {error}") from error
+            self._end()
+            raise EnvironmentFault(
+                f"cannot open a control port on {host}: {error}",
+                hint="the head listens on an address of its own node: see the site file's network",
+            ) from error
+        self._closed = False
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._loop.call_soon(self._drain)
-        self._closed = False
         self.refused = 0
 
     def send(self, member: str, message: Message) -> bool:
@@ -136,6 +140,9 @@ class HeadSocket:
             return
         self._closed = True
         self._loop.remove_reader(self._fd)
+        self._end()
+
+    def _end(self) -> None:
         self._socket.close()
         self._auth.stop()
         self._context.term()

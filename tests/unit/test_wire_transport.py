@@ -169,3 +169,15 @@ def test_a_head_that_takes_nothing_is_given_up(
                 time.sleep(0.001)
     finally:
         link.close()
+
+
+def test_a_port_that_cannot_be_opened_leaves_nothing_open(keys: ServiceKeys) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+
+    async def run() -> None:
+        with pytest.raises(EnvironmentFault, match="cannot open a control port"):
+            HeadSocket(keys, lambda sender, message: None, host="192.0.2.1")
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert {fd for fd in Path("/proc/self/fd").iterdir() if fd.exists()} <= before
