@@ -60,13 +60,17 @@ def test_preemption_without_grace(here: World, record_property: Report) -> None:
 
 
 def test_preemption_with_20_s(here: World, record_property: Report) -> None:
+    """When the other job has gone the pilot is back: the same job, a new member."""
     here.ready(KEPT, LONG)
-    node = here.node_of(LONG)
+    job, node = here.service.job_of(LONG), here.node_of(LONG)
     heard = here.act(
         "preemption, grace 20 s, REQUEUE", LONG,
         lambda: here.submit_urgent("high", node), record_property,
     )  # fmt: skip
     assert heard["event"] == "leaving"
+    here.end_urgent()
+    here.ready(KEPT, LONG)
+    assert here.service.job_of(LONG) == job and here.slurm.jobs([job])[job].restarts >= 1
 
 
 def test_preemption_that_cancels(here: World, record_property: Report) -> None:
@@ -87,11 +91,12 @@ def test_preemption_with_the_job_s_own_signal(here: World, record_property: Repo
     here.box.conf.write_text(plain + line)
     here.slurm.call("scontrol", "reconfigure")
     try:
-        heard = here.act(
+        here.act(
             "preemption, send_user_signal", LONG,
             lambda: here.submit_urgent("high", node), record_property,
         )  # fmt: skip
-        assert heard.get("source") == "SIGUSR1"
+        logs = (here.service.directory.logs / LONG).glob("*.log")
+        assert any("SIGUSR1: must leave within 20 s" in path.read_text() for path in logs)
     finally:
         here.box.conf.write_text(plain)
         here.slurm.call("scontrol", "reconfigure")
@@ -141,19 +146,31 @@ def test_only_the_daemon_of_a_node_dies(here: World, record_property: Report) ->
 
 
 def test_a_node_is_drained(here: World, record_property: Report) -> None:
-    """Slurm lets running jobs go on."""
+    """Slurm lets running jobs go on, and so do we; who asks is told."""
     here.ready(KEPT, NOW)
     node = here.node_of(NOW)
     update = ("scontrol", "update", f"nodename={node}")
-    here.load.start()
     try:
-        here.load.in_the_middle()
-        here.slurm.call(*update, "state=drain", "reason=test")
-        here.load.one_more_each()
+        heard = here.act(
+            "scontrol update node state=drain", NOW,
+            lambda: here.slurm.call(*update, "state=drain", "reason=bad fan"), record_property,
+            events=("node", "leaving", "lost"), within_s=15.0,
+        )  # fmt: skip
+        assert heard["event"] == "node" and "bad fan" in heard["source"]
+        assert here.state_of(here.service.status(), NOW) in ("serving", "ready")
     finally:
         here.slurm.call(*update, "state=resume")
-        here.load.finish()
-    assert "DRAIN" not in _state(here, node)
+
+
+def test_the_time_limit_ends_a_pilot(here: World, record_property: Report) -> None:
+    """Told 40 s before; what was there moves off."""
+    here.ready(KEPT, LONG)
+    job = here.service.job_of(LONG)
+    here.act(
+        "time limit in 40 s", LONG,
+        lambda: here.slurm.call("scontrol", "update", f"jobid={job}", "EndTime=now+40"),
+        record_property, within_s=39.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("daemon", ["slurmctld", "munged"])
