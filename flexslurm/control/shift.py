@@ -127,6 +127,7 @@ class Shift:
 
     def on_worker_gone(self, now: float, worker: str) -> None:
         """A worker died: before its install it is started again, afterwards the attempt fails."""
+        self.lingering = {held for held in self.lingering if held[0] != worker}
         number = next((n for n, one in self.target.items() if worker in one.workers), None)
         if number is None or self.over:
             return

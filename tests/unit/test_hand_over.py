@@ -171,6 +171,23 @@ def test_weights_are_let_go_where_the_install_fails() -> None:
     assert told == kept and not shift.lingering
 
 
+def test_a_worker_that_dies_is_told_nothing_more() -> None:
+    world = handing_world(Mode.PARK)
+    world.slow.add("a")
+    leave(world, "b", grace_s=60.0)
+    world.run(0.5)
+    shift = world.control.shift
+    assert shift is not None and shift.phase is Phase.INSTALL
+    dead = world.worker("b", 0)
+    assert dead in {worker for worker, _ in shift.lingering}
+    world.log.clear()
+    world.kill_worker("b", 0)
+    assert dead not in {worker for worker, _ in shift.lingering}
+    shift.fail(world.now, "for the test")
+    world.run(0.2)
+    assert dead not in {send.to for send in world.told(Retire)}
+
+
 def test_without_room_nothing_is_kept() -> None:
     world = shift_world(Mode.PARK)
     leave(world, "b")
