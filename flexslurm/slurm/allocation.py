@@ -1,14 +1,17 @@
-"""Pilots as steps of the one allocation this process runs in; never asks Slurm for more nodes.
+"""Pilots inside the one allocation this process runs in; never asks Slurm for more nodes.
 
 `sbatch/serve.sh` starts everything in one job, heterogeneous or not: the head in its batch step,
-and one step per pilot. Slurm preempts such a job as a whole: this is the way for a fixed shape.
+and one step over all of its nodes, in which each pilot is a process that is ordered on its node.
+Slurm preempts such a job as a whole: this is the way for a fixed shape.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +25,11 @@ from flexslurm.slurm.gres import Gres, parse_gres
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.nodelist import expand, expand_counts
-from flexslurm.slurm.script import HeadSpec, PilotSpec, log_pattern
+from flexslurm.slurm.script import HeadSpec, PilotSpec
 
+STEP_NAME = "step"
+_SAY_S = 2.0
+"""For a node to hear that a process shall end, and to say that it has."""
 # How `scontrol show job -d` prints what a job holds on some of its nodes.
 _HELD = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _IDENTITY = re.compile(
@@ -115,23 +121,43 @@ def _held(entries: Sequence[Gres], site: Site) -> tuple[str, int] | None:
     )
 
 
-def step_command(node: AllocatedNode, spec: PilotSpec, site: Site, job_id: str) -> tuple[str, ...]:
-    """The srun that runs a pilot's command on one node of the allocation."""
-    group = [] if node.het_group is None else [f"--het-group={node.het_group}"]
+def step_command(
+    nodes: Sequence[AllocatedNode], site: Site, job_id: str, directory: Path
+) -> tuple[str, ...]:
+    """The srun of the one step: a task on each of these nodes, whatever component it is of."""
+    srun = [
+        site.slurm.commands.get("srun", "srun"), f"--jobid={job_id}", f"--job-name={STEP_NAME}",
+        "--unbuffered", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
+    ]  # fmt: skip
+    task = [sys.executable, "-u", "-m", "flexslurm.slurm.node_step", str(directory)]
+    parts: list[str] = []
+    for group in dict.fromkeys(node.het_group for node in nodes):
+        members = [node for node in nodes if node.het_group == group]
+        parts += [
+            *([":"] if parts else []),
+            *([] if group is None else [f"--het-group={group}"]),
+            f"--nodes={len(members)}", f"--ntasks={len(members)}", "--ntasks-per-node=1",
+            f"--nodelist={','.join(node.name for node in members)}",
+            f"--cpus-per-task={min(node.cpus for node in members)}", *task,
+        ]  # fmt: skip
+    return (*srun, *parts)
+
+
+def order_command(
+    node: AllocatedNode, spec: PilotSpec, kill_wait_s: float, directory: Path, step: Path
+) -> tuple[str, ...]:
+    """What stands for a pilot's process where the head is."""
+    log = spec.log_dir.absolute() / f"{spec.name}.{node.name}.log"
     return (
-        site.slurm.commands.get("srun", "srun"), f"--jobid={job_id}", *group,
-        f"--job-name={spec.name}", "--unbuffered", "--overlap", "--no-kill",
-        "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--nodes=1", "--ntasks=1",
-        f"--nodelist={node.name}", f"--cpus-per-task={node.cpus}",
-        f"--output={log_pattern(spec.log_dir, spec.name, f'%j.{node.name}')}",
-        "--open-mode=append", *spec.command,
+        sys.executable, "-m", "flexslurm.slurm.step_order", str(directory), node.name, str(log),
+        f"{kill_wait_s:g}", str(step), *spec.command,
     )  # fmt: skip
 
 
 class AllocationSubmitter:
-    """Steps in the job this process belongs to; ids and states as LocalSubmitter's.
+    """Pilots as processes of one step of the job this process belongs to; ids as LocalSubmitter's.
 
-    Cancelling ends a step at once: srun kills its tasks without a warning.
+    A pilot that is cancelled gets SIGTERM on its node, and SIGKILL after the kill wait.
     """
 
     def __init__(
@@ -143,9 +169,13 @@ class AllocationSubmitter:
         self.client = SlurmClient(site.slurm, environ=environ)
         self._identity = {k: v for k, v in environ.items() if _IDENTITY.match(k)}
         self._nodes: list[AllocatedNode] | None = None
+        self._place = service_dir.absolute()
         srun_env = {k: environ[k] for k in ("SLURM_CONF",) if k in environ}
         self._steps = LocalSubmitter(
-            service_dir, kill_wait_s=site.slurm.kill_wait, env={**site.env, **srun_env}, steps=True
+            service_dir,
+            kill_wait_s=site.slurm.kill_wait + _SAY_S,
+            env={**site.env, **srun_env},
+            steps=True,
         )
 
     def nodes(self) -> list[AllocatedNode]:
@@ -171,8 +201,25 @@ class AllocationSubmitter:
         if isinstance(spec, HeadSpec):  # it asks about this job too
             return self._steps.submit(replace(spec, env={**spec.env, **self._identity}))
         node = self._free_node(spec)
-        command = step_command(node, spec, self.site, self.job_id)
+        step, directory = self._one_step(spec.env)
+        record = self._steps.record_of(step)
+        command = order_command(node, spec, self.site.slurm.kill_wait, directory, record)
         return self._steps.submit(replace(spec, command=command), place=node.name)
+
+    def _one_step(self, env: Mapping[str, str]) -> tuple[str, Path]:
+        """The step over all nodes, and its directory; started where there is none that runs."""
+        for step, directory in self._live_steps():
+            return step, directory
+        directory = self._place / "jobs" / f"step-{self.job_id}-{secrets.token_hex(4)}"
+        directory.mkdir(parents=True, mode=0o700)
+        command = step_command(self.nodes(), self.site, self.job_id, directory)
+        logs = self._place / "logs" / STEP_NAME
+        return self._steps.submit(HeadSpec(STEP_NAME, command, logs, dict(env))), directory
+
+    def _live_steps(self) -> list[tuple[str, Path]]:
+        """Steps that run and are not told to end, and their directories."""
+        found = [(i, Path(self._steps.command_of(i)[-1])) for i in self._steps.find(STEP_NAME)]
+        return [(step, where) for step, where in found if not (where / "end").exists()]
 
     def _free_node(self, spec: PilotSpec) -> AllocatedNode:
         taken = self._steps.places()
@@ -209,7 +256,10 @@ class AllocationSubmitter:
         return self._steps.find(name)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
+        others = set(self._steps.places().values()) - set(job_ids)
         self._steps.cancel(job_ids)
+        for _, directory in [] if others else self._live_steps():
+            (directory / "end").touch()
 
     def resize(self, job_id: str, nodes: Sequence[str]) -> None:
         raise SlurmError(f"{job_id} is not a job of Slurm that could be made smaller")
@@ -217,8 +267,14 @@ class AllocationSubmitter:
     def preview(self, spec: PilotSpec | HeadSpec) -> str:
         if isinstance(spec, HeadSpec):
             return self._steps.preview(spec)
-        node = self._free_node(spec)
-        return shlex.join(step_command(node, spec, self.site, self.job_id)) + "\n"
+        node, where = self._free_node(spec), self._place / "jobs" / "STEP"
+        command = step_command(self.nodes(), self.site, self.job_id, where)
+        lines = [
+            f"# in one step over all nodes: {shlex.join(command)}",
+            f"# on {node.name}:",
+            shlex.join(spec.command),
+        ]
+        return "\n".join(lines) + "\n"
 
     def wait(self, job_id: str, *, every_s: float = 1.0) -> JobInfo:
         """Wait, without an end, until a job is over: the batch step must not end before."""

@@ -93,11 +93,19 @@ class LocalSubmitter:
             else:
                 self._kill_left(job_id)
 
-    def places(self) -> set[str]:
-        """The places of jobs of this machine that are not over."""
+    def places(self) -> dict[str, str]:
+        """The places of jobs of this machine that are not over, and the jobs' ids."""
         jobs = {path.parent.name: _read(path) for path in self._jobs.glob("local-*/job.json")}
         here = {i: job for i, job in jobs.items() if job.get("place") and job["boot"] == _boot()}
-        return {str(job["place"]) for i, job in here.items() if not self._state(i).state.over}
+        return {str(job["place"]): i for i, job in here.items() if not self._state(i).state.over}
+
+    def command_of(self, job_id: str) -> tuple[str, ...]:
+        """What the job runs; empty for one that is not known."""
+        return tuple(_read(self._jobs / job_id / "job.json").get("command", ()))
+
+    def record_of(self, job_id: str) -> Path:
+        """The file in which its state stands."""
+        return self._jobs / job_id / "status.json"
 
     def wait(self, job_id: str, *, every_s: float = 1.0) -> JobInfo:
         """Wait, without an end, until a job is over."""
