@@ -300,6 +300,29 @@ def test_without_an_answer_slurm_is_left_in_peace() -> None:
     assert len(world.keeper.kept) <= 3
 
 
+def test_few_submissions_without_an_answer_are_open_at_once() -> None:
+    world = World(entry(5, 5, 5), retry_s=1, retry_most_s=1, unsure_s=600)
+    for _ in range(100):
+        world.queue.now += 5
+        call = world.keeper.next_call(world.queue.now)
+        if isinstance(call, Submit):
+            world.keeper.unanswered(world.queue.now, call.pilot.fragment)
+    assert len(world.keeper.kept) == 2
+
+
+def test_one_that_is_being_let_go_still_counts() -> None:
+    world = World(entry(1, 1, 1))
+    world.step(times=2)
+    world.join()
+    world.keeper.drained_by_hand("a100-1")
+    resize(world.keeper, 1, "busy")
+    world.step(times=10)
+    assert world.keeper.wanted == [1] and len(world.queue.submissions) == 1
+    world.queue.end("1", JobState.COMPLETED, 0)
+    world.step(times=2)
+    assert len(world.queue.submissions) == 2
+
+
 # ------------------------------------------------------------------------------- hand-over
 
 
