@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import leaks
 import torch
 import yaml
 
+from flexslurm.cli import demo_streams, submitting
 from flexslurm.cli import launch as launching
-from flexslurm.cli import submitting
 from flexslurm.cli.ask import ask_status
+from flexslurm.cli.demo_streams import StreamRun
 from flexslurm.cli.stopping import stop_service
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.engine.sampling import sample
 from flexslurm.errors import ServiceUnreachable
-from flexslurm.messages import ChunkSampling, SamplingParams, StatusAnswer
+from flexslurm.messages import ChunkSampling, SamplingParams, ServiceState, StatusAnswer
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import ServiceDir
 
 
-@dataclass
-class Ask:
+class Ask(StreamRun):
     """One request to /v1/completions by token ids, and what came of it."""
 
-    prompt: list[int]
-    max_tokens: int
-    sampling: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    finish: str | None = None
-    error: str = ""
+    def __init__(
+        self, prompt: list[int], max_tokens: int, sampling: dict[str, Any] | None = None
+    ) -> None:
+        self.prompt, self.max_tokens, self.sampling = prompt, max_tokens, sampling or {}
+        super().__init__(
+            {
+                "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0,
+                "ignore_eos": True, **self.sampling,
+            }
+        )  # fmt: skip
 
 
 class RunningService:
@@ -133,38 +132,8 @@ def finish(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 
 def stream(endpoint: str, ask: Ask) -> None:
-    """Run one streamed completion to its end."""
-    parts = urlsplit(endpoint)
-    connection = HTTPConnection(parts.hostname or "", parts.port or 0, timeout=120)
-    body = {
-        "model": "tiny", "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True,
-        "temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **ask.sampling,
-    }  # fmt: skip
-    try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        if response.status != 200:
-            ask.error = response.read().decode()
-            return
-        for line in response:
-            if line.startswith(b"data: {"):
-                _take(ask, json.loads(line[6:]))
-    except (OSError, HTTPException) as error:
-        ask.error = repr(error)
-    finally:
-        connection.close()
-
-
-def _take(ask: Ask, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        ask.error = str(chunk["error"])
-    for choice in chunk.get("choices", ()):
-        ids = choice.get("token_ids") or []
-        ask.tokens += ids
-        ask.times += [time.monotonic()] * len(ids)
-        ask.finish = choice.get("finish_reason") or ask.finish
+    """Run one streamed completion to its end, as the demo's clients do."""
+    demo_streams.stream(endpoint, ask, path="/v1/completions")
 
 
 @contextmanager
@@ -261,6 +230,20 @@ def some_asks(count: int, max_tokens: int, seed: int = 0) -> list[Ask]:
         sampling = {} if i % 2 == 0 else {"temperature": 0.9, "seed": 100 + i}
         made.append(Ask(prompt, max_tokens, sampling))
     return made
+
+
+def serves(signature: str) -> Callable[[StatusAnswer], bool]:
+    """Whether a service serves, on just this allocation; for `RunningService.until`."""
+
+    def there(status: StatusAnswer) -> bool:
+        gear = status.gear
+        return (
+            status.state == ServiceState.SERVING
+            and gear is not None
+            and str(gear.signature) == signature
+        )
+
+    return there
 
 
 def check(asks: list[Ask], expected: list[list[int]]) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,7 +42,9 @@ def open_streams(
     """Start all streams at once, each on a thread; the runs fill while they go on."""
     runs = [StreamRun(body) for body in bodies]
     threads = [
-        threading.Thread(target=_stream, args=(endpoint, number, run, on_text), daemon=True)
+        threading.Thread(
+            target=stream, args=(endpoint, run, partial(_say, on_text, number)), daemon=True
+        )
         for number, run in enumerate(runs)
     ]
     for thread in threads:
@@ -49,15 +52,24 @@ def open_streams(
     return runs, threads
 
 
-def _stream(
-    endpoint: str, number: int, run: StreamRun, on_text: Callable[[int, str], None] | None
+def _say(on_text: Callable[[int, str], None] | None, number: int, text: str) -> None:
+    if on_text is not None:
+        on_text(number, text)
+
+
+def stream(
+    endpoint: str,
+    run: StreamRun,
+    on_text: Callable[[str], None] = lambda text: None,
+    path: str = "/v1/chat/completions",
 ) -> None:
+    """Read one answer to its end; what goes wrong is in `run.error`, and raises nothing."""
     parts = urlsplit(endpoint)
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_TIMEOUT_S)
     try:
         connection.request(
             "POST",
-            "/v1/chat/completions",
+            path,
             json.dumps({**run.body, "stream": True, "return_token_ids": True}),
             {"Content-Type": "application/json"},
         )
@@ -69,19 +81,14 @@ def _stream(
             if run.enough:
                 break
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                _take(run, json.loads(line[6:]), number, on_text)
+                _take(run, json.loads(line[6:]), on_text)
     except (OSError, HTTPException, ValueError) as error:
         run.error = f"{type(error).__name__}: {error}"
     finally:
         connection.close()
 
 
-def _take(
-    run: StreamRun,
-    chunk: dict[str, Any],
-    number: int,
-    on_text: Callable[[int, str], None] | None,
-) -> None:
+def _take(run: StreamRun, chunk: dict[str, Any], on_text: Callable[[str], None]) -> None:
     if "error" in chunk:
         run.error = str(chunk["error"].get("message", chunk["error"]))
     for choice in chunk.get("choices", ()):
@@ -89,11 +96,11 @@ def _take(
         tokens = choice.get("token_ids") or []
         run.tokens += tokens
         run.times += [now] * len(tokens)
-        text = (choice.get("delta") or {}).get("content") or ""
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         run.text += text
         run.finish = choice.get("finish_reason") or run.finish
-        if text and on_text is not None:
-            on_text(number, text)
+        if text:
+            on_text(text)
 
 
 def questions(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.errors import EnvironmentFault, ServiceError
-from flexslurm.messages import CordonAsk, StatusAnswer
+from flexslurm.messages import CordonAsk
 from flexslurm.planner.files import open_table
 from flexslurm.wire.journal import Journal, read_journal
 from flexslurm.wire.service_dir import ServiceDir
@@ -36,6 +36,7 @@ from tests.service_harness import (
     in_the_middle,
     oracle,
     running,
+    serves,
     some_asks,
     tiny_service,
     tiny_site,
@@ -61,17 +62,11 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         yield service
 
 
-def serves_all(status: StatusAnswer) -> bool:
-    return (
-        status.state == "serving" and status.gear is not None and str(status.gear.signature) == FULL
-    )
-
-
 @pytest.mark.shared_service
 def test_an_agent_that_falls_silent_is_lost_and_may_come_back(
     service: RunningService, tiny_model: Path
 ) -> None:
-    service.until(serves_all)
+    service.until(serves(FULL))
     asks = some_asks(4, 60)
     expected = oracle(tiny_model, asks)
     threads = service.start(asks)
@@ -86,7 +81,7 @@ def test_an_agent_that_falls_silent_is_lost_and_may_come_back(
     check(asks, expected)
     lost = [r for r in read_journal(service.directory.journal)[0] if r.get("event") == "lost"]
     assert [r["fragment"] for r in lost] == ["a100-2"] and "silent for" in lost[0]["why"]
-    service.until(serves_all)
+    service.until(serves(FULL))
 
 
 def test_no_gpus_for_longer_than_requests_wait(tmp_path: Path, tiny_model: Path) -> None:
@@ -108,7 +103,7 @@ def test_the_table_is_beside_the_service_and_status_names_its_gear(
     service: RunningService,
 ) -> None:
     table = open_table(service.directory.gears)
-    gear = service.until(serves_all).gear
+    gear = service.until(serves(FULL)).gear
     assert gear is not None and gear == table.gear(gear.signature)
     names = [str(signature) for signature in table.signatures()]
     assert names == ["", "a100:1", "a100:1x2"] and gear.name == "a100:1x2"
@@ -116,7 +111,7 @@ def test_the_table_is_beside_the_service_and_status_names_its_gear(
 
 @pytest.mark.shared_service
 def test_installs_and_shifts_are_in_the_history_and_the_metrics(service: RunningService) -> None:
-    status = service.until(serves_all)
+    status = service.until(serves(FULL))
     shift = status.shifts[0]
     assert float(shift["weights_bytes"]) > 0 and float(shift["load_s"]) > 0
     with urlopen(f"{service.endpoint}/metrics", timeout=10) as answer:
@@ -130,7 +125,7 @@ def test_installs_and_shifts_are_in_the_history_and_the_metrics(service: Running
 def test_more_gpus_than_the_table_knows_are_planned_beside_the_head(
     service: RunningService,
 ) -> None:
-    service.until(serves_all)
+    service.until(serves(FULL))
     _, spec = service.plan.pilots[0]
     command = tuple("a100-3" if word == "a100-1" else word for word in spec.command)
     more = replace(spec, name="tiny.a100-3", command=command)
@@ -142,7 +137,7 @@ def test_more_gpus_than_the_table_knows_are_planned_beside_the_head(
         assert "planning the gear of a100:1x3" in log
     finally:
         service.submitter.cancel([job])
-    service.until(serves_all)
+    service.until(serves(FULL))
 
 
 def test_a_head_that_cannot_write_its_journal_at_the_start_is_said_by_launch(
@@ -164,7 +159,7 @@ def test_a_journal_that_is_full_ends_the_head_and_another_goes_on_from_it(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     with running(tmp_path, tiny_service(tiny_model, POOL), tiny_site()) as service:
-        epoch = service.until(serves_all).epoch
+        epoch = service.until(serves(FULL)).epoch
         head = service.process("flexslurm.head.main")
         _fill(service.directory.journal, head)
         with pytest.raises(ServiceError, match="the head ends: cannot write the journal"):
@@ -182,7 +177,7 @@ def test_a_journal_that_is_full_ends_the_head_and_another_goes_on_from_it(
         launching.wait_until_serving(service.plan, lambda line: None, 60)
         after = service.directory.pilots()
         assert jobs is not None and after is not None and jobs.pilots == after.pilots
-        assert service.until(serves_all).epoch > epoch
+        assert service.until(serves(FULL)).epoch > epoch
 
 
 def _fill(path: Path, head: int) -> None:

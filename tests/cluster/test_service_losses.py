@@ -7,11 +7,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flexslurm.cli import launch as launching
 from flexslurm.cli import submitting
-from flexslurm.messages import StatusAnswer
 from tests.service_harness import (
     RunningService,
     check,
@@ -19,6 +19,7 @@ from tests.service_harness import (
     in_the_middle,
     oracle,
     running,
+    serves,
     some_asks,
     tiny_service,
     tiny_site,
@@ -46,17 +47,11 @@ def expected(tiny_model: Path) -> list[list[int]]:
 @pytest.fixture
 def whole(service: RunningService) -> Iterator[RunningService]:
     """The service on its full pool, before and after the test."""
-    service.until(serves_all)
+    service.until(serves(FULL))
     yield service
-    service.until(serves_all)
+    service.until(serves(FULL))
     status = service.status()
     assert status.running == 0 and status.waiting == 0 and status.kv_used == 0.0
-
-
-def serves_all(status: StatusAnswer) -> bool:
-    return (
-        status.state == "serving" and status.gear is not None and str(status.gear.signature) == FULL
-    )
 
 
 def test_undisturbed_streams_have_the_tokens_of_transformers(
@@ -88,12 +83,12 @@ def test_a_worker_that_hangs(whole: RunningService, expected: list[list[int]]) -
     asks = some_asks(6, 40)
     threads = whole.start(asks)
     in_the_middle(asks)
-    victim = next(iter(whole.worker_pids().values()))
-    os.kill(victim, signal.SIGSTOP)
+    victim = psutil.Process(next(iter(whole.worker_pids().values())))
+    victim.suspend()
     finish(threads, 90)
     check(asks, expected)
-    with pytest.raises(ProcessLookupError):
-        os.kill(victim, 0)
+    _, left = psutil.wait_procs([victim], timeout=10)  # by its start too: ids are used again
+    assert not left
 
 
 def test_a_preempted_pilot_leaves_and_comes_back(
@@ -146,7 +141,7 @@ def test_a_killed_head_is_launched_again_and_takes_the_pilots_over(
     said: list[str] = []
     submitting.execute(whole.plan, said.append)
     launching.wait_until_serving(whole.plan, said.append, 60)
-    after, now = whole.directory.pilots(), whole.until(serves_all)
+    after, now = whole.directory.pilots(), whole.until(serves(FULL))
     assert jobs is not None and after is not None and after.pilots == jobs.pilots
     assert now.head != before.head and now.epoch > before.epoch
     assert any("took over a100-1" in line for line in said)

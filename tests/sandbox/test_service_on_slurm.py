@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexslurm.messages import StatusAnswer
 from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.sandbox import Sandbox
 from tests.service_harness import (
@@ -18,6 +17,7 @@ from tests.service_harness import (
     in_the_middle,
     oracle,
     running,
+    serves,
     some_asks,
     tiny_service,
 )
@@ -44,16 +44,11 @@ def service(
         yield service
 
 
-def serves_all(status: StatusAnswer) -> bool:
-    gear = status.gear
-    return status.state == "serving" and gear is not None and str(gear.signature) == FULL
-
-
 def test_a_preempted_pilot(
     service: RunningService, tiny_model: Path, slurm: SlurmClient, tmp_path: Path
 ) -> None:
     """A job of higher priority takes the pilot's node; its streams go on; it comes back."""
-    service.until(serves_all)
+    service.until(serves(FULL))
     asks = some_asks(6, 60)
     threads = service.start(asks)
     in_the_middle(asks)
@@ -70,5 +65,5 @@ def test_a_preempted_pilot(
     shifts = service.status().shifts
     assert any("must leave" in str(shift["why"]) for shift in shifts), shifts
     slurm.cancel([urgent.base])
-    back = service.until(serves_all, 90)
+    back = service.until(serves(FULL), 90)
     assert next(f for f in back.fragments if f.name == "a100-1").job_id == job
