@@ -66,5 +66,6 @@ def _port(counts: PortCounts) -> PortReading:
         traffic=counts.traffic,
         waits=counts.waits,
         errors=counts.errors,
-        hardware=counts.hardware,
+        # dozens on every port, of which hardly any ever counts
+        hardware={name: count for name, count in counts.hardware.items() if count},
     )

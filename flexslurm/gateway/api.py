@@ -23,6 +23,7 @@ from flexslurm.gateway.card import Bounds, ModelCard
 from flexslurm.gateway.choice import Choice, EndRules
 from flexslurm.gateway.guard import REQUEST_ID, Gate, KeyRing
 from flexslurm.gateway.metrics import Metrics
+from flexslurm.gateway.node_metrics import joined, node_page
 from flexslurm.gateway.port import Generator
 from flexslurm.gateway.schemas import (
     ChatBody,
@@ -333,8 +334,10 @@ def _add_service_routes(
 
     @router.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        page, content_type = gateway.metrics.exposition(request.headers.get("accept", ""))
-        return Response(page, headers={"content-type": content_type})
+        accept = request.headers.get("accept", "")
+        page, content_type = gateway.metrics.exposition(accept)
+        nodes = await asyncio.to_thread(node_page, gateway.metrics.node_readings(), accept)
+        return Response(joined(page, nodes), headers={"content-type": content_type})
 
     @router.get("/version", response_model=None)
     async def version() -> Response:

@@ -14,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import flexslurm
-from flexslurm.gateway.node_metrics import NodeCollector, Readings
+from flexslurm.gateway.node_metrics import Readings
 from flexslurm.gateway.port import Serving
 from flexslurm.messages import ServiceState
 
@@ -54,6 +54,7 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self._nodes: Callable[[], Readings] = dict
         self._model = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", "", _TTFT_S)
         self._gap = self._histogram("inter_token_latency_seconds", "", _GAP_S)
@@ -164,11 +165,15 @@ class Metrics:
         self.registry.register(_FiguresCollector(self._model, figures))
 
     def watch_nodes(self, readings: Callable[[], Readings]) -> None:
-        """Read the nodes' ports and cards from here at each scrape; once."""
-        self.registry.register(NodeCollector(readings))
+        """Read the nodes' ports and cards from here at each scrape."""
+        self._nodes = readings
+
+    def node_readings(self) -> Readings:
+        """What `node_metrics.node_page` makes a page of: much, with many nodes, so in a thread."""
+        return self._nodes()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics page and its content type, in the form an Accept header asks for."""
+        """The page of the service itself and its content type, in the form an Accept asks for."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexslurm.config.site import GpuType
 from flexslurm.control.gpu_readings import GpuReader
 from flexslurm.control.inventory import gpus_of_node
 from flexslurm.control.members import AgentRecord, Members
-from flexslurm.control.node_watch import NodeWatch
+from flexslurm.control.node_watch import NodeWatch, _port
 from flexslurm.errors import EnvironmentFault
 from flexslurm.gateway.metrics import Metrics
+from flexslurm.gateway.node_metrics import joined, node_page
 from flexslurm.head.node_book import NodeBook
 from flexslurm.messages import PROTOCOL, AgentBeat, AgentHello, FromAgent, GpuInfo, NodeReadings
 from flexslurm.slurm.fabric_counters import MOST_COUNTERS, MOST_PORTS, fabric_counts
@@ -156,7 +158,7 @@ def test_the_page_has_every_port_and_card_by_node(tree: Path, nvml: FakeNvml) ->
     assert book.take("a-3", NodeReadings(incarnation="a-3", ports=ports))  # no member
     assert book.take("a-2", NodeReadings(incarnation="a-1"))  # not its own
     assert not book.take("a-1", AgentBeat(incarnation="a-1", number=1))
-    page = metrics.exposition("text/plain")[0].decode()
+    page = node_page(metrics.node_readings(), "text/plain").decode()
     samples = {
         (s.name, *(s.labels.get(k) for k in ("node", "device", "error", "counter", "gpu", "kind"))):
         s.value
@@ -177,7 +179,22 @@ def test_the_page_has_every_port_and_card_by_node(tree: Path, nvml: FakeNvml) ->
     assert samples["flexslurm_gpu_ecc_errors_total", *ecc] == 1
     assert "flexslurm_gpu_slowed{" in page and 'reason="power_cap"' in page
     agents.clear()
-    assert "mlx5_0" not in metrics.exposition("text/plain")[0].decode()
+    assert node_page(metrics.node_readings(), "text/plain") == b""
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_two_pages_are_one(accept: str, tree: Path) -> None:
+    ports = tuple(map(_port, fabric_counts(tree)))
+    metrics = Metrics("m")
+    metrics.watch_nodes(lambda: {"n1": NodeReadings(incarnation="a", ports=ports)})
+    service = metrics.exposition(accept)[0]
+    page = joined(service, node_page(metrics.node_readings(), accept)).decode()
+    parse = openmetrics.text_string_to_metric_families if "open" in accept else (
+        text_string_to_metric_families
+    )  # fmt: skip
+    names = {family.name for family in parse(page)}
+    assert {"flexslurm_ib_port_up", "flexslurm_prompt_tokens"} <= names
+    assert joined(service, b"") == service
 
 
 def test_slices_of_a_cut_card_are_the_node_s_gpus(nvml: FakeNvml) -> None:
