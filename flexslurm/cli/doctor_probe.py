@@ -65,7 +65,9 @@ def _gpus() -> dict[str, Any]:
     found: dict[str, Any] = {"wanted": int(wanted) if wanted.isdecimal() else None}
     try:
         import pynvml
-
+    except ImportError as error:
+        return {**found, "problem": str(error)}
+    try:
         pynvml.nvmlInit()
         try:
             found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
@@ -77,7 +79,7 @@ def _gpus() -> dict[str, Any]:
             found["used_share"] = [round(1 - int(m.free) / int(m.total), 3) for m in memory]
         finally:
             pynvml.nvmlShutdown()
-    except (ImportError, pynvml.NVMLError) as error:
+    except pynvml.NVMLError as error:
         found["problem"] = str(error)
     return found
 

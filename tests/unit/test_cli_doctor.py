@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from flexslurm.cli.doctor_fabric import nccl_names
-from flexslurm.cli.doctor_probe import facts, meet
+from flexslurm.cli.doctor_probe import _gpus, facts, meet
 from flexslurm.cli.doctor_verdicts import judge_meeting, judge_node, table
 from flexslurm.cli.doctor_words import Result, Verdict
 from flexslurm.errors import EnvironmentFault
 from flexslurm.slurm.each_node import nodes_of_allocation
+from tests.fake_node import FakeNvml
 
 
 def node(name: str = "n1", **changes: Any) -> dict[str, Any]:
@@ -166,3 +168,17 @@ def test_names_as_nccl_reads_them() -> None:
     assert nccl_names("^docker0,lo") == (False, True, ["docker0", "lo"])
     assert nccl_names("^=eth0") == (True, True, ["eth0"])
     assert nccl_names("mlx5") == (False, False, ["mlx5"])
+
+
+def test_cards_as_the_driver_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    card = {"uuid": "GPU-a", "memory": 2**34, "used": 2**33}
+    for driver, told in (
+        (FakeNvml(card), {"wanted": 2, "driver": "550.54", "names": ["NVIDIA A100"],
+                          "used_share": [0.5]}),
+        (FakeNvml(broken=True), {"wanted": 2, "problem": "Driver/library version mismatch"}),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+        assert _gpus() == told
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
+    assert "pynvml" in _gpus()["problem"]
