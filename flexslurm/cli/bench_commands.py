@@ -73,7 +73,7 @@ def _sigterm_raises() -> Iterator[None]:
 def table(figures: list[ShiftFigures]) -> str:
     """One line a shift, below a line that says from where to where."""
     heads = (
-        "mode", "tokens", "extra gap", "step", "in steps", "pause", "drained", "last move",
+        "mode", "tokens", "extra gap", "calm", "step", "in steps", "pause", "drained", "last move",
         "expected", "moved", "optimal", "transfer", "of link", "expected", "recompute", "restart",
         "of recompute", "of restart",
     )  # fmt: skip
@@ -94,6 +94,7 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         one.mode,
         "equal" if one.tokens_equal else "WRONG",
         _seconds(one.longest_extra_gap_s),
+        _seconds(one.undisturbed_extra_gap_s),
         _seconds(one.decode_step_s),
         _number(one.gap_steps, ".1f"),
         _seconds(one.pause_s),

@@ -60,6 +60,15 @@ class Round:
         return max(max(gaps) - self.step_s, 0.0) if gaps else None
 
 
+def calm_extra_gap_s(runs: Sequence[StreamRun]) -> float:
+    """The longest time between two tokens of streams that nothing disturbs, less a step.
+
+    What this machine does to streams by itself: gaps of shifts are to be held against it.
+    """
+    gaps = [b - a for run in runs for a, b in pairwise(run.times)]
+    return max(max(gaps, default=0.0) - _step_s([run.times for run in runs]), 0.0)
+
+
 def _step_s(times: Sequence[Sequence[float]]) -> float:
     """The median stream's mean: several tokens may come in one read, so single gaps tell little."""
     means = [(run[-1] - run[0]) / (len(run) - 1) for run in times if len(run) > 1]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from flexslurm.cli.bench_link import measure_link
-from flexslurm.cli.bench_round import Round, same_tokens
+from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
 from flexslurm.cli.bench_service import BLOCK_TOKENS, Plan, Say, launched
 from flexslurm.cli.demo_streams import StreamRun
 from flexslurm.errors import ServiceError
@@ -35,6 +35,8 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     """The longest time between two tokens of a stream since the shift began, less a step."""
     decode_step_s: float
     """Time between two tokens, in the slower of the two gears."""
+    undisturbed_extra_gap_s: float
+    """The same of streams without a shift, in a fast gear: what the machine itself does."""
     gap_steps: float | None
     """The longest extra gap in decode steps."""
     pause_s: float
@@ -159,6 +161,7 @@ def _figures(
         tokens_equal=same_tokens(one.tokens, [run.tokens for run in calm]),
         longest_extra_gap_s=_rounded(gap_s),
         decode_step_s=round(step_s, 4),
+        undisturbed_extra_gap_s=round(calm_extra_gap_s(calm), 4),
         gap_steps=None if gap_s is None else round(gap_s / step_s, 2),
         pause_s=float(line["pause_s"]),
         drain_s=float(switched["drain_s"]),

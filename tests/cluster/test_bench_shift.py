@@ -15,9 +15,9 @@ ASKED = {
     "bytes_optimal", "transfer_s", "link_bytes_per_s", "recompute_s", "cold_restart_s",
 }  # fmt: skip
 FURTHER = {
-    "mode", "gap_steps", "pause_s", "drain_s", "last_move_s", "expected_pause_s",
-    "expected_transfer_s", "idle_link_bytes_per_s", "transfer_to_link", "gap_to_recompute",
-    "gap_to_restart",
+    "mode", "undisturbed_extra_gap_s", "gap_steps", "pause_s", "drain_s", "last_move_s",
+    "expected_pause_s", "expected_transfer_s", "idle_link_bytes_per_s", "transfer_to_link",
+    "gap_to_recompute", "gap_to_restart",
 }  # fmt: skip
 
 

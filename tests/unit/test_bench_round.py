@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexslurm.cli.bench_least import moved_bytes
-from flexslurm.cli.bench_round import Round, same_tokens
+from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
 from flexslurm.cli.bench_shift import FULL, QUICK
 from flexslurm.cli.demo_streams import StreamRun
 from flexslurm.messages import ServiceState, StatusAnswer
@@ -82,3 +82,10 @@ def test_the_walk_is_what_is_asked_for() -> None:
     assert any("[0,8)" in after and "tp2" in after and "→" in after for _, after in walk)
     assert any("l40s" in after for _, after in walk)
     assert len(QUICK.walk) == 5
+
+
+def test_what_the_machine_does_to_calm_streams_is_known() -> None:
+    runs = [run(*steady(0.0, 100)), run(*steady(0.0, 50), *steady(1.5, 50))]
+    assert calm_extra_gap_s(runs) == pytest.approx(1.5 - 49 * STEP - STEP, abs=0.01)
+    assert calm_extra_gap_s([run(*steady(0.0, 100))]) == pytest.approx(0.0, abs=1e-9)
+    assert calm_extra_gap_s([run(1.0), run()]) == 0.0
