@@ -34,12 +34,16 @@ def sandbox() -> None:
     help="YAML file with nodes and partitions; default: two GPU types on four nodes.",
 )
 @click.option("--timeout", type=click.FloatRange(min=1), default=40.0, help="Seconds to come up.")
-def up(directory: Path, config_file: Path | None, timeout: float) -> None:
+@click.option("--netns", is_flag=True, help="Each node is a host of its own; needs root.")
+def up(directory: Path, config_file: Path | None, timeout: float, netns: bool) -> None:
     """Bring it up; does nothing when it is up already."""
     from flexslurm.slurm.sandbox import Sandbox
     from flexslurm.slurm.sandbox_config import load_config
 
-    box = Sandbox(directory, load_config(config_file))
+    config = load_config(config_file)
+    if netns:
+        config = config.model_copy(update={"network": "namespaces"})
+    box = Sandbox(directory, config)
     box.up(timeout)
     click.echo(box.status().report)
     click.echo(f"Site file: {box.site_file}")
@@ -75,6 +79,46 @@ def status(directory: Path) -> None:
         )
     click.echo(f"Use it:    export SLURM_CONF={found.directory / 'slurm.conf'}\n")
     click.echo(found.report)
+
+
+@sandbox.command()
+@_dir
+@click.argument("name")
+def kill(directory: Path, name: str) -> None:
+    """Take NAME away as a crash does: munged, slurmctld, or a node with all that runs there."""
+    from flexslurm.slurm.sandbox import Sandbox
+
+    Sandbox(directory).kill(name)
+
+
+@sandbox.command()
+@_dir
+@click.argument("name")
+def start(directory: Path, name: str) -> None:
+    """Start again what was taken away."""
+    from flexslurm.slurm.sandbox import Sandbox
+
+    Sandbox(directory).start(name)
+
+
+@sandbox.command()
+@_dir
+@click.argument("node")
+def cut(directory: Path, node: str) -> None:
+    """Cut NODE's link, silently; the sandbox needs 'network: namespaces'."""
+    from flexslurm.slurm.sandbox import Sandbox
+
+    Sandbox(directory).cut(node)
+
+
+@sandbox.command()
+@_dir
+@click.argument("node")
+def mend(directory: Path, node: str) -> None:
+    """Join NODE's link again."""
+    from flexslurm.slurm.sandbox import Sandbox
+
+    Sandbox(directory).mend(node)
 
 
 @sandbox.command(context_settings={"allow_interspersed_args": False})

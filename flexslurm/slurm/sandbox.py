@@ -34,7 +34,7 @@ _START_TRIES = 4
 _LEFT = {"sandbox.lock", "log"}
 # The state file goes last: while it is there, `down` knows what there was.
 _FILES = (
-    "slurm.conf", "gres.conf", "topology.conf", "plugstack.conf", "job_submit.lua",
+    "slurm.conf", "slurmdbd.conf", "gres.conf", "topology.conf", "plugstack.conf", "job_submit.lua",
     "cli_filter.lua", "munge.key", "munge.seed", "hosts", "site.yaml", "sandbox.json",
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ class Sandbox:
         Does nothing when it is up already. On failure nothing is left behind. Raises
         EnvironmentFault.
         """
-        sandbox_host.check_programs()
+        sandbox_host.check_programs(self.config or default_config())
         sandbox_host.check_path(self.home)
         before = {path.name for path in self.home.iterdir()} if self.home.is_dir() else set()
         with self._locked(timeout_s):
@@ -251,13 +251,12 @@ class Sandbox:
             network = sandbox_network.choose(self.home, config.all_nodes())
         daemons = Daemons(config, layout, secrets.token_hex(8), network)
         for left in reversed(range(_START_TRIES)):
-            ports = sandbox_host.free_ports(["slurmctld", *config.all_nodes()])
+            ports = sandbox_host.free_ports(daemons.all()[1:])  # munged has none
             sandbox_host.write_files(config, layout, ports, daemons.mark, network)
             try:
                 if network is not None and left == _START_TRIES - 1:
                     network.make()
-                for name in daemons.all():
-                    daemons.start(name, fresh=True)
+                daemons.start_all(self._slurm, deadline)
                 self._wait_ready(config, layout, deadline)
                 return
             except _PortTaken:
@@ -270,9 +269,10 @@ class Sandbox:
 
     def _wait_ready(self, config: SandboxConfig, layout: Layout, deadline: float) -> None:
         wanted = set(config.all_nodes())
+        count = len(wanted) + (4 if config.qos else 2)
         last = ""
         while time.monotonic() < deadline:
-            self._check_daemons(layout, len(wanted) + 2)
+            self._check_daemons(layout, count)
             try:
                 out = self._slurm(["sinfo", "-h", "-N", "-o", "%N|%T"], timeout_s=10)
                 idle = {line.split("|")[0] for line in out.split() if line.endswith("|idle")}
@@ -321,7 +321,7 @@ class Sandbox:
         if layout is not None and layout.run.parent != self.home:
             shutil.rmtree(layout.run, ignore_errors=True)
         shutil.rmtree(sandbox_host.short_run(self.home), ignore_errors=True)
-        for name in ("run", "dev", "state", *(() if keep_logs else ("log",))):
+        for name in ("run", "dev", "db", "state", *(() if keep_logs else ("log",))):
             shutil.rmtree(self.home / name, ignore_errors=True)
         for name in _FILES:
             (self.home / name).unlink(missing_ok=True)

@@ -41,6 +41,20 @@ class SandboxPartition(Section):
     )
     grace: Seconds = Field(0.0, description="Warning before a preempted job ends.")
     max_time: Seconds | None = Field(None, description="None: unlimited.")
+    qos: str | None = Field(
+        None, description="A key of qos: what the site file says our jobs there ask for."
+    )
+
+
+class SandboxQos(Section):
+    """A quality of service; with any, Slurm preempts by QOS and no longer by partition."""
+
+    preempts: list[str] = Field(default_factory=list, description="Keys of qos.")
+    preempt_mode: Literal["REQUEUE", "CANCEL"] = Field(
+        "REQUEUE", description="What happens to its jobs when another QOS preempts them."
+    )
+    grace: Seconds = Field(0.0, description="Warning before a preempted job ends.")
+    priority: int = Field(0, ge=0, le=10**6, description="A higher one is scheduled first.")
 
 
 class SandboxGpu(Section):
@@ -59,6 +73,10 @@ class SandboxConfig(Section):
     nodes: dict[str, SandboxNodes] = Field(min_length=1)
     partitions: dict[str, SandboxPartition] = Field(min_length=1)
     gpu_types: dict[str, SandboxGpu] = Field(default_factory=dict)
+    qos: dict[str, SandboxQos] = Field(
+        default_factory=dict,
+        description="Needs Debian's slurmdbd and mariadb-server-core: a database of its own.",
+    )
     head_partition: str | None = Field(None, description="Where the head runs; never preempted.")
     switches: dict[Annotated[str, Field(pattern=_NAME)], list[str]] = Field(
         default_factory=dict,
@@ -95,6 +113,11 @@ class SandboxConfig(Section):
                 _all_known(
                     f"node group '{name}'", [group.gpu_type], list(self.gpu_types), "GPU type"
                 )
+        for name, qos in self.qos.items():
+            _all_known(f"qos '{name}'", qos.preempts, list(self.qos), "QOS")
+        for name, partition in self.partitions.items():
+            if partition.qos is not None:
+                _all_known(f"partition '{name}'", [partition.qos], list(self.qos), "QOS")
         if self.head_partition is not None:
             _all_known("head_partition", [self.head_partition], list(self.partitions), "partition")
         names = [node for group in self.nodes for node in self.node_names(group)]

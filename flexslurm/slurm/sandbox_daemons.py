@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexslurm.errors import EnvironmentFault
-from flexslurm.slurm import processes, sandbox_host
+from flexslurm.slurm import processes, sandbox_accounting, sandbox_host
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.processes import Process
 from flexslurm.slurm.sandbox_config import SandboxConfig
@@ -33,7 +34,12 @@ class Daemons:
 
     def all(self) -> list[str]:
         """In the order in which they are started."""
-        return ["munged", "slurmctld", *self.config.all_nodes()]
+        accounting = sandbox_accounting.SERVICES if self.accounting else ()
+        return ["munged", *accounting, "slurmctld", *self.config.all_nodes()]
+
+    @property
+    def accounting(self) -> bool:
+        return sandbox_accounting.wanted(self.config)
 
     def start(self, name: str, *, fresh: bool = False) -> None:
         """Start one; it goes into the background by itself. Raises EnvironmentFault.
@@ -41,7 +47,7 @@ class Daemons:
         `fresh`: a controller forgets what was saved.
         """
         argv = self._argv(name, fresh)
-        env = clean_env(str(self.layout.conf), os.environ) | {MARK: self.mark}
+        env = self.env()
         with (self.layout.log / "start.log").open("ab") as log:
             try:
                 code = subprocess.run(
@@ -54,6 +60,10 @@ class Daemons:
             hint = sandbox_host.last_words(self.layout)
             raise EnvironmentFault(f"{name} did not start", hint=hint)
 
+    def env(self) -> dict[str, str]:
+        """Of all that belongs to the sandbox."""
+        return clean_env(str(self.layout.conf), os.environ) | {MARK: self.mark}
+
     def _argv(self, name: str, fresh: bool) -> list[str]:
         layout = self.layout
         if name == "munged":
@@ -65,6 +75,10 @@ class Daemons:
             ]  # fmt: skip
         if name == "slurmctld":
             return [_program("slurmctld"), *(["-c"] if fresh else []), "-f", str(layout.conf)]
+        if name == "slurmdbd" and self.accounting:
+            return [_program("slurmdbd")]
+        if name == "mariadbd" and self.accounting:
+            return sandbox_accounting.mariadbd(_program("mariadbd"), layout)
         if name not in self.config.all_nodes():
             known = ", ".join(self.all())
             raise EnvironmentFault(f"the sandbox has no '{name}'", hint=f"it has {known}")
@@ -73,12 +87,25 @@ class Daemons:
 
     def of(self, name: str, members: Sequence[Process]) -> list[Process]:
         """What is lost with a daemon: for a node all that runs there, jobs' processes included."""
-        if name in ("munged", "slurmctld"):
+        if name in ("munged", "slurmctld", *sandbox_accounting.SERVICES):
             return [process for process in members if process.name == name]
         tops = [process for process in members if _on_node(process, name)]
         steps = {process.parent for process in tops}
         keepers = [p for p in members if p.pid in steps and p.name == "slurmstepd"]
         return processes.with_descendants([*tops, *keepers], members)
+
+    def start_all(self, ask: Callable[[list[str]], str], deadline: float) -> None:
+        """All of them, the database with its tables and QOS; `ask` runs a command of Slurm."""
+        for name in self.all():
+            if name == "mariadbd":
+                program = _program("mariadbd")
+                sandbox_accounting.make_tables(program, self.layout, self.env())
+            if name == "slurmctld" and self.accounting:
+                user = pwd.getpwuid(os.geteuid()).pw_name
+                sandbox_accounting.enrol(self.config, ask, user, deadline)
+            self.start(name, fresh=True)
+            if name == "mariadbd":
+                sandbox_accounting.wait_for_database(self.layout, deadline)
 
 
 def kill(found: Iterable[Process]) -> None:

@@ -14,6 +14,12 @@ from flexslurm.slurm.sandbox_network import Network
 _SOCKET_LIMIT = 107
 _LONGEST_STEP = "_4294967294.4294967294.4294967294"
 
+PLAIN_ACCOUNTING = (
+    "AccountingStorageType=accounting_storage/none",
+    "PreemptType=preempt/partition_prio",
+)
+"""What slurm.conf says where there are no QOS."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -87,6 +93,7 @@ def slurm_conf(
     host: str,
     user: str,
     network: Network | None = None,
+    accounting: Sequence[str] = PLAIN_ACCOUNTING,
 ) -> str:
     """slurm.conf; `ports` maps `slurmctld` and each node's name to its port."""
     controller = "127.0.0.1" if network is None else network.controller
@@ -109,7 +116,6 @@ def slurm_conf(
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/none",
-        "AccountingStorageType=accounting_storage/none",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_CPU",
         "SwitchType=switch/none",
@@ -119,7 +125,6 @@ def slurm_conf(
         "SlurmdParameters=config_overrides",
         "SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0",
         "PriorityType=priority/basic",
-        "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
         "JobRequeue=1",
         f"KillWait={round(config.kill_wait)}",
@@ -129,7 +134,7 @@ def slurm_conf(
         "EpilogMsgTime=0",
         "GresTypes=gpu",
     ]
-    lines += [*_plugin_lines(config, layout), *config.slurm_conf]
+    lines += [*accounting, *_plugin_lines(config, layout), *config.slurm_conf]
     lines += [_node_line(config, group, ports, host, network) for group in config.nodes]
     lines += [_partition_line(config, name) for name in config.partitions]
     return "\n".join(lines) + "\n"

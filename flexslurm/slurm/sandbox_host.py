@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flexslurm.errors import EnvironmentFault
-from flexslurm.slurm import sandbox_files
+from flexslurm.slurm import sandbox_accounting, sandbox_files
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_files import Layout
 from flexslurm.slurm.sandbox_network import Network
@@ -35,6 +35,7 @@ _DEBIAN = {
     "sbatch": "slurm-client",
     "scontrol": "slurm-client",
 }
+_SECRET = {"munge.key", "slurmdbd.conf", "my.cnf", "boot.sql"}
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 # PMIx is not installed where Slurm is only tried out; its absence is no error of ours.
 _BAD = re.compile(r"^(?!.*pmix).*(error|fatal)", re.IGNORECASE)
@@ -46,17 +47,20 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_SBIN))
 
 
-def missing_packages() -> list[str]:
-    """Debian packages without which no sandbox can run here."""
+def missing_packages(config: SandboxConfig | None = None) -> list[str]:
+    """Debian packages without which no sandbox, or not this one, can run here."""
     missing = {package for name, package in _DEBIAN.items() if find_program(name) is None}
     if not any((base / "preempt_partition_prio.so").exists() for base in _plugin_dirs()):
         missing.add("slurm-wlm-basic-plugins")
+    if config is not None and sandbox_accounting.wanted(config):
+        more = sandbox_accounting.DEBIAN
+        missing |= {package for name, package in more.items() if find_program(name) is None}
     return sorted(missing)
 
 
-def check_programs() -> None:
+def check_programs(config: SandboxConfig | None = None) -> None:
     """Raise EnvironmentFault naming all that is missing and the line that installs it."""
-    missing = missing_packages()
+    missing = missing_packages(config)
     if missing:
         sudo = "" if os.geteuid() == 0 else "sudo "
         names = " ".join(missing)
@@ -166,7 +170,11 @@ def write_files(
     _write(layout.munge_key, secrets.token_bytes(128))
     host = socket.gethostname().split(".")[0]
     user = pwd.getpwuid(os.geteuid()).pw_name
-    _write(layout.conf, sandbox_files.slurm_conf(config, layout, ports, host, user, network))
+    accounting = sandbox_accounting.slurm_conf_lines(config, ports)
+    text = sandbox_files.slurm_conf(config, layout, ports, host, user, network, accounting)
+    _write(layout.conf, text)
+    if sandbox_accounting.wanted(config):
+        sandbox_accounting.write_files(layout, ports, _write)
     if network is not None:
         _write(network.hosts, network.hosts_text(host))
     _write(layout.gres, sandbox_files.gres_conf(config, layout))
@@ -195,7 +203,7 @@ def _read_lua(path: Path) -> str:
 def _write(path: Path, content: str | bytes) -> None:
     """Replace a file at once; the key's mode is its owner's alone."""
     data = content.encode() if isinstance(content, str) else content
-    mode = 0o600 if path.name == "munge.key" else 0o644
+    mode = 0o600 if path.name in _SECRET else 0o644
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -57,16 +57,22 @@ def _partition(config: SandboxConfig, partition: SandboxPartition) -> dict[str, 
         data["gpus_per_node"] = max(group.gpus for group in groups)
     preemptible = _preempted(config, partition)
     data["preemptible"] = preemptible
+    qos = config.qos.get(partition.qos or "")
+    if qos is not None:
+        data["qos"] = partition.qos
     if preemptible:
-        data["requeue"] = partition.preempt_mode == "REQUEUE"
-        data["grace"] = TIME.show(partition.grace)
+        taken = partition if qos is None else qos
+        data["requeue"] = taken.preempt_mode == "REQUEUE"
+        data["grace"] = TIME.show(taken.grace)
     if partition.max_time is not None:
         data["max_walltime"] = TIME.show(partition.max_time)
     return data
 
 
 def _preempted(config: SandboxConfig, partition: SandboxPartition) -> bool:
-    """Whether a higher tier shares nodes with it, and it may be preempted at all."""
+    """Whether another QOS, or a higher tier that shares nodes with it, may take its jobs."""
+    if config.qos:
+        return any(partition.qos in other.preempts for other in config.qos.values())
     return partition.preempt_mode != "OFF" and any(
         other.priority_tier > partition.priority_tier and set(other.nodes) & set(partition.nodes)
         for other in config.partitions.values()

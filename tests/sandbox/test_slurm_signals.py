@@ -99,7 +99,7 @@ def test_signals_that_sound_like_an_end(client: SlurmClient, tmp_path: Path) -> 
     wait(lambda: (tmp_path / "batch").exists(), 5, "the shell hears it")
     assert len(job.diary().of("SIGTERM")) == 1
     assert job.info.state is JobState.RUNNING and not job.info.orphaned
-    assert job.said().count("CANCELLED") == 2
+    wait(lambda: job.said().count("CANCELLED") == 2, 5, "both are printed")
 
 
 def test_srun_is_never_what_gets_the_signal(client: SlurmClient, tmp_path: Path) -> None:
