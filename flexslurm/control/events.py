@@ -156,6 +156,8 @@ class PilotLeaving:
     fragment: str
     source: str
     grace_s: float
+    present: bool = False
+    """Only agents that are here are meant: those that come later belong to another run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class Roll:
             self._members.walltime_ends_at.pop(event.fragment, None)
             self._endings.gone(event.fragment)
         agents = self._members.of_fragment(event.fragment)
-        if isinstance(event, PilotLeaving) and not agents:
+        if isinstance(event, PilotLeaving) and not agents and not event.present:
             self._endings.early(event.fragment, event.source, now + event.grace_s)
         for agent in agents:
             if isinstance(event, PilotGone):

@@ -49,12 +49,16 @@ class JobPoller:
         interval_s: float,
         pool: Pool | None = None,
         nodes: NodeLooks | None = None,
+        kill_wait_s: Callable[[str], float] = lambda partition: 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: what it keeps is looked at, and its calls have their turn, as `nodes`' have."""
+        """`pool`: what it keeps is looked at, and its calls have their turn, as `nodes`' have.
+
+        `kill_wait_s`: from the signal to the kill, by partition.
+        """
         self._submitter, self._pilots, self._tell = submitter, pilots, tell
         self._interval_s, self._pool, self._nodes = interval_s, pool, nodes
-        self._now = now
+        self._now, self._kill_wait_s = now, kill_wait_s
         self._warned: dict[str, int] = {}
         """The restarts of jobs when they were last said to be preempted."""
         self._hurry = asyncio.Event()
@@ -62,6 +66,7 @@ class JobPoller:
         """Jobs said to be preempted, of which the last look knew nothing of it."""
         self._ends_at: dict[str, float] = {}
         """By job: the end of its walltime, as it was last told."""
+        self._completing: set[str] = set()
         self._over: set[str] = set()
         self._held: set[str] = set()
         self.views: dict[str, JobView] = {}
@@ -136,6 +141,7 @@ class JobPoller:
         if info.preempt_in_s is not None and self._warned.get(job_id) != info.restarts:
             self._warned[job_id] = info.restarts
             self._tell(PilotLeaving(pilot.fragment, PREEMPT_TIME, max(info.preempt_in_s, 0.0)))
+        self._look_whether_it_completes(pilot, info)
         self._look_whether_it_stays(pilot, info)
         self._look_at_its_end(pilot, info)
         if self._pool is not None:
@@ -145,6 +151,15 @@ class JobPoller:
             log.warning("job %s of %s is held: scontrol release %s", job_id, pilot.fragment, job_id)
         elif not info.held:
             self._held.discard(job_id)
+
+    def _look_whether_it_completes(self, pilot: Pilot, info: JobInfo) -> None:
+        """Slurm has begun to end it: what still runs has the kill wait."""
+        if info.state is not JobState.COMPLETING:
+            self._completing.discard(pilot.job_id)
+        elif pilot.job_id not in self._completing:
+            self._completing.add(pilot.job_id)
+            wait_s = self._kill_wait_s(pilot.partition or "")
+            self._tell(PilotLeaving(pilot.fragment, str(info.state), wait_s, present=True))
 
     def _look_at_its_end(self, pilot: Pilot, info: JobInfo) -> None:
         """Its walltime's end, where that is news."""
@@ -171,6 +186,7 @@ class JobPoller:
     def _forget_all_but(self, jobs: Iterable[str]) -> None:
         kept = set(jobs)
         self._over &= kept
+        self._completing &= kept
         self._calm &= kept
         self._held &= kept
         for known in (self._warned, self.views, self._ends_at):

@@ -192,8 +192,9 @@ class Head:
             agents = self.control.members.agents
             nodes = looks_at_nodes(submitter, agents.values, self._tell, interval_s)
             self.poller = JobPoller(
-                submitter, self._pilots, self._tell, interval_s, self.pool, nodes
-            )
+                submitter, self._pilots, self._tell, interval_s, self.pool, nodes,
+                self.site.kill_wait_s,
+            )  # fmt: skip
             tasks.append(asyncio.create_task(self.poller.run(), name="poll"))
         return tasks
 

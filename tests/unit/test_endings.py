@@ -114,3 +114,13 @@ def test_each_source_is_journalled_once_with_the_deadline_it_left() -> None:
     assert [(r["source"], r["cause"], r["ends_in_s"]) for r in too] == [
         (PREEMPT_TIME, "taken", 19.0)
     ]
+
+
+def test_a_run_that_is_being_ended_says_nothing_of_the_next() -> None:
+    world = World(least=3)
+    world.join("a")
+    world.take(PilotLeaving("b", "COMPLETING", 30.0, present=True))
+    world.join("b")
+    assert world.control.members.agents["b"].state is AgentState.READY
+    world.take(PilotLeaving("b", "COMPLETING", 30.0, present=True))
+    assert world.control.members.agents["b"].state is AgentState.LEAVING

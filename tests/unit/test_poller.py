@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flexslurm.control.events import Event, PilotGone, PilotLeaving, PilotStays
+from flexslurm.control.events import Event, PilotEnds, PilotGone, PilotLeaving, PilotStays
 from flexslurm.errors import EnvironmentFault, FlexslurmError, ServiceError, SlurmUnavailable
 from flexslurm.head.poller import JobPoller
 from flexslurm.slurm.jobs import JobInfo, unknown
@@ -163,3 +163,33 @@ def test_a_job_that_was_requeued_or_is_unknown_was_not_spared() -> None:
     for after in ([gone, gone], [{"7": unknown("7")}] * 3, [runs(None, restarts=1)] * 3):
         events, _ = poll([runs(20.0), *after], one)
         assert [type(event) for event in events] == [PilotLeaving], after
+
+
+def test_a_job_that_is_being_ended_leaves_the_kill_wait() -> None:
+    events: list[Event] = []
+    poller = JobPoller(
+        Told([]),
+        list,
+        events.append,
+        1.0,
+        kill_wait_s=lambda partition: 7.0,  # type: ignore[arg-type]
+    )
+    for state in (JobState.RUNNING, JobState.COMPLETING, JobState.COMPLETING, JobState.PENDING):
+        poller.take(PILOTS, {"7": JobInfo("7", state)})
+    assert events == [PilotLeaving("a-1", "COMPLETING", 7.0, present=True)]
+
+
+def test_the_end_of_a_walltime_is_told_when_it_is_news() -> None:
+    events: list[Event] = []
+    now = [100.0]
+    poller = JobPoller(
+        Told([]),
+        list,
+        events.append,
+        1.0,
+        now=lambda: now[0],  # type: ignore[arg-type]
+    )
+    for at, left in ((100.0, 600.0), (130.0, 570.5), (140.0, 3600.0), (150.0, None)):
+        now[0] = at
+        poller.take(PILOTS, {"7": JobInfo("7", JobState.RUNNING, end_in_s=left)})
+    assert events == [PilotEnds("a-1", 600.0), PilotEnds("a-1", 3600.0)]
