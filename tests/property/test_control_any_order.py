@@ -9,7 +9,8 @@ from flexslurm.control.actions import BeginCutover, BeginTransfer, ParkAll
 from flexslurm.control.events import Cordon, Heard, PilotGone, PilotStays
 from flexslurm.control.phases import Mode
 from flexslurm.messages import AgentBye, LeaveNotice
-from tests.unit.control_world import OneReplicaPerNode, OneStagePerNode, World
+from tests.unit.control_planners import OneReplicaPerNode, OneStagePerNode
+from tests.unit.control_world import World
 
 NAMES = ("a", "b", "c")
 happenings = st.lists(

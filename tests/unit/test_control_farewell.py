@@ -6,7 +6,8 @@ from flexslurm.control.actions import DropAway, ParkAway, Record
 from flexslurm.control.events import Heard, ParkedAway, PilotStays
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.messages import AgentBye, LeaveNotice, ReleaseAgent, Retire
-from tests.unit.control_world import OneReplicaPerNode, OneStagePerNode, World
+from tests.unit.control_planners import OneReplicaPerNode, OneStagePerNode
+from tests.unit.control_world import World
 
 
 def stranded(needs_s: float | None, grace_s: float = 15.0, *, replicas: bool = False) -> World:

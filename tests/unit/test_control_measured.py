@@ -16,7 +16,8 @@ from flexslurm.control.restore import Memory
 from flexslurm.control.watch import WatchSettings
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Stage
 from flexslurm.messages import AgentBye, LeaveNotice
-from tests.unit.control_world import LAYERS, OneStagePerNode, World
+from tests.unit.control_planners import LAYERS, OneStagePerNode
+from tests.unit.control_world import World
 
 POLICY = PolicySettings(min_action_gap_s=0.0, migration_benefit_ratio=1.3)
 WINDOW = 300.0

@@ -19,7 +19,8 @@ from flexslurm.control.events import Cordon, CutOver, Heard, MoveFailed, Parked,
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import LEGAL, Mode, Phase
 from flexslurm.messages import AgentBye, Install, LeaveNotice, ReleaseAgent, Retire, StopWorkers
-from tests.unit.control_world import OneReplicaPerNode, World
+from tests.unit.control_planners import OneReplicaPerNode
+from tests.unit.control_world import World
 
 
 def replicas_world(*names: str, mode: Mode = Mode.RECOMPUTE) -> World:

@@ -10,7 +10,8 @@ from flexslurm.errors import CapacityError, ConfigError, ServiceError
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.head.operator import Operator
 from flexslurm.messages import AskDone, CordonAsk, DrainAsk, ReleaseAgent, ShiftAnswer, ShiftAsk
-from tests.unit.control_world import OneStagePerNode, World
+from tests.unit.control_planners import OneStagePerNode
+from tests.unit.control_world import World
 
 
 class Finder:
