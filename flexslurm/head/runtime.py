@@ -269,7 +269,6 @@ class Head:
                 self.socket.send(agent.id, ReleaseAgent(reason=reason))
             for asker in self._asked:
                 self.socket.send(asker, AskDone(message=reason))
-            await asyncio.sleep(0.1)  # the sockets' own threads send
             self.socket.close()
         self.notes.note({"event": "stopped", "head": self.incarnation, "why": reason})
         self.journal.close()

@@ -181,3 +181,25 @@ def test_a_port_that_cannot_be_opened_leaves_nothing_open(keys: ServiceKeys) -> 
 
     asyncio.run(run())
     assert {fd for fd in Path("/proc/self/fd").iterdir() if fd.exists()} <= before
+
+
+def test_what_is_said_right_before_the_end_still_arrives(keys: ServiceKeys) -> None:
+    """A head says farewell and closes: nobody waits in between."""
+
+    async def run() -> Message:
+        heard: asyncio.Event = asyncio.Event()
+        head = HeadSocket(keys, lambda sender, message: heard.set(), host="127.0.0.1")
+        link: HeadLink[Message] = HeadLink(f"tcp://127.0.0.1:{head.port}", keys, "me")
+        link.send(AgentBeat(incarnation="me", number=1))
+        await asyncio.wait_for(heard.wait(), 10)
+        for _ in range(100):
+            head.send("me", StopWorkers(gpus=(0,)))
+        head.send("me", WELCOME)
+        head.close()
+        try:
+            got = [await asyncio.to_thread(link.recv, 5.0) for _ in range(101)]
+        finally:
+            await asyncio.to_thread(link.close)
+        return got[-1]
+
+    assert asyncio.run(run()) == WELCOME
