@@ -159,10 +159,15 @@ class Mover:
         views = [end.view() for end in self.old]
         self._route(views)
         began = self._pull(now, views, last=last)
-        if last and not self._batches and not began:
+        if last and not began and not self._awaits_answers:
             self._enter(MoverPhase.DONE)
         elif not last:
             self._end_round(views)
+
+    @property
+    def _awaits_answers(self) -> bool:
+        """Whether something may still come; of a source that is lost, only late failures."""
+        return any(self.old[number].pullable for number, _ in self._batches)
 
     def _end_round(self, views: Views) -> None:
         """When all is there that was when the round began, see what has come since."""
@@ -213,16 +218,11 @@ class Mover:
     def _room(self, number: int, views: Views) -> Room:
         load = self.new[number].driver.load()
         coming = [m for m in self._moves.values() if m.new == number and not m.gone]
-        promised = sum(
-            max(len(kv.blocks) - len(m.blocks), 0)
-            for m in coming
-            if (kv := views[m.old].get(m.seq_id)) is not None
-        )
-        return Room(
-            blocks=max(load.free_blocks - promised, 0),
-            sequences=max(load.max_batch - load.running - len(coming), 0),
-            max_context=load.max_context,
-        )
+        there = ((m, views[m.old].get(m.seq_id)) for m in coming)
+        promised = sum(max(len(kv.blocks) - len(m.blocks), 0) for m, kv in there if kv is not None)
+        blocks = max(load.free_blocks - promised, 0)
+        sequences = max(load.max_batch - load.running - len(coming), 0)
+        return Room(blocks=blocks, sequences=sequences, max_context=load.max_context)
 
     # ------------------------------------------------------------------ pulling
 
@@ -319,14 +319,9 @@ class Mover:
             if more is not None:
                 move.blocks += more
                 break
-            younger = [
-                other
-                for other in self._moves.values()
-                if other.new == move.new
-                and other.blocks
-                and not (other.in_flight or other.gone)
-                and other.arrival > move.arrival
-            ]
+            others = (other for other in self._moves.values() if other.new == move.new)
+            idle = (other for other in others if not (other.in_flight or other.gone))
+            younger = [one for one in idle if one.blocks and one.arrival > move.arrival]
             if not younger:
                 move.stuck = True
                 return False
@@ -352,7 +347,10 @@ class Mover:
     # ------------------------------------------------------------------ what comes of it
 
     def adoptions(self) -> dict[str, tuple[int, int]]:
-        """Sequences that have some of their KV there: the new replica, and how many tokens."""
+        """Sequences that have some of their KV there: the new replica, and how many tokens.
+
+        Not those into whose blocks something may still be written.
+        """
         assert self.phase is MoverPhase.DONE, f"nothing may be adopted in {self.phase}"
         found = {}
         for move in self._moves.values():
@@ -360,7 +358,7 @@ class Mover:
             computed = move.done * self._shards.block_tokens
             if kv is not None:
                 computed = min(computed, kv.computed)
-            if computed and not move.gone:
+            if computed and not (move.gone or move.in_flight):
                 found[move.seq_id] = (move.new, computed)
         return found
 

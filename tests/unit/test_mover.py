@@ -261,6 +261,35 @@ def test_a_lost_old_replica_leaves_what_was_pulled() -> None:
     rig.answers.check(rig.requests["s"])
 
 
+def test_late_answers_of_a_lost_source_hold_nobody_up() -> None:
+    rig = Rig()
+    rig.submit("s", 9, 20, 0)
+    rig.submit("t", 5, 20, 1)
+    rig.step(2)
+    rig.advance()
+    rig.pull_all()
+    rig.step(8)
+    rig.advance()
+    assert rig.fleet.pulls, "something is under way"
+    rig.mover.lose(0)
+    live = {one.request.seq_id: one for one in rig.old.driver.close()}
+    rig.mover.begin_last(rig.now, 5.0)
+    assert rig.mover.phase is MoverPhase.DONE
+    assert rig.mover.adoptions() == {}, "something may still be written into their blocks"
+    assert not rig.mover.release()
+    for one in live.values():
+        rig.new.driver.submit(one.request, one.output)
+    rig.new.driver.resume()
+    while rig.new.step():
+        pass
+    for seq_id in live:
+        rig.answers.check(rig.requests[seq_id])
+    assert rig.new.driver.load().used_blocks > 0
+    rig.pull_all()
+    assert rig.mover.release()
+    assert rig.new.driver.load().used_blocks == 0
+
+
 def test_an_answer_that_does_not_come_fails_the_whole() -> None:
     rig = Rig()
     rig.submit("s", 9, 20, 0)
