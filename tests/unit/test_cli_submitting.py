@@ -92,6 +92,19 @@ def plan(tmp_path: Path) -> LaunchPlan:
     return LaunchPlan(service, site, directory, "slurm", False, gear, (), pilots, head)
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Signals do what they do at a terminal, also where pytest runs in the background."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in numbers[1:]:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def silent(_: str) -> None:
     """Nobody listens."""
 
@@ -105,7 +118,7 @@ def test_all_is_submitted_and_written_down(plan: LaunchPlan, jobs: FakeJobs) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("at", ["1", "2", "3", "4"])
 def test_a_signal_during_any_submission_leaves_no_job(
-    plan: LaunchPlan, jobs: FakeJobs, number: signal.Signals, at: str
+    plan: LaunchPlan, jobs: FakeJobs, terminal: None, number: signal.Signals, at: str
 ) -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     jobs.at_submit = lambda job: os.kill(os.getpid(), number) if job == at else None
