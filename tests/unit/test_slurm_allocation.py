@@ -323,3 +323,10 @@ def test_a_step_that_dies_takes_its_pilots_with_it(
     submitter._steps.cancel([step])
     info = submitter.wait(job, every_s=0.05)
     assert info.state is JobState.FAILED and info.exit_code == 1
+
+
+def test_a_preview_starts_nothing(submitter: AllocationSubmitter, tmp_path: Path) -> None:
+    shown = submitter.preview(pilot(tmp_path, "p-1", "big", 2, "true"))
+    assert shown.startswith("# in one step over all nodes: srun --jobid=7") and "on n1" in shown
+    assert shown.endswith("sh -c true\n")
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "svc" / "jobs").exists()
