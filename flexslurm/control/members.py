@@ -103,6 +103,11 @@ class Members:
         self.walltime_ends_at: dict[str, float] = {}
         """Of fragments, as Slurm tells it: agents learn it from Slurm 23.02 on only."""
 
+    def stays(self, agent: str) -> bool:
+        """Whether it is here and not about to be taken: what fails there says something."""
+        found = self.agents.get(agent)
+        return found is not None and found.state is not AgentState.LEAVING
+
     def join(self, hello: AgentHello, now: float) -> list[AgentRecord]:
         """Add an agent; returns the ghosts it replaces: earlier ones of its fragment and node."""
         ghosts = [

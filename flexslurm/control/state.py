@@ -223,7 +223,7 @@ class Control:
             self.shift.on_lost(now, self.current, key)
         self._plan.soon(now + self.settings.loss_settle_s)
         return [
-            Detach((key,), reason, failed=failed),
+            Detach((key,), reason, failed=failed and all(map(self.members.stays, broken.agents))),
             *self.holdings.close(now, key.epoch, broken.workers),
             *self._forget((key,)),
             Record({"event": "broken", "epoch": key.epoch, "replica": key.index, "why": reason}),

@@ -61,18 +61,20 @@ def test_a_killed_worker_pauses_at_once_and_is_replaced() -> None:
     assert [opened.epoch for opened in world.opened()] == [1, 2]
 
 
-def test_only_a_worker_that_dies_alone_may_have_died_of_its_sequences() -> None:
-    for whole_node in (False, True):
-        world = World()
+def test_only_a_worker_that_dies_by_itself_may_have_died_of_its_sequences() -> None:
+    for what in ("worker", "node", "worker on notice"):
+        world = World(least=3)
         world.join("a")
         world.join("b")
         world.run(3)
-        if whole_node:
+        if what == "node":
             world.take(Unreachable("b"))
         else:
+            if what != "worker":
+                world.take(Heard("b", LeaveNotice(incarnation="b", source="SIGTERM", grace_s=9.0)))
             world.kill_worker("b", 1)
         [detach] = [action for action in world.log if isinstance(action, Detach)]
-        assert detach.failed is not whole_node, detach
+        assert detach.failed == (what == "worker"), detach
 
 
 def test_a_silent_agent_is_lost_within_its_bound() -> None:
