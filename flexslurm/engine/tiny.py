@@ -108,7 +108,7 @@ def write_tiny_model(
 
 
 def _save(model: Any, target: Path, max_shard_bytes: int | None) -> None:
-    """Write model and tokenizer beside `target`, then in its place, so that it is whole or absent."""
+    """Write model and tokenizer beside `target`, then in its place: it is whole or absent."""
     from safetensors import SafetensorError
 
     target.parent.mkdir(parents=True, exist_ok=True)
