@@ -8,6 +8,7 @@ ended. It never decides what runs; it ends with its step, or when DIR/end is the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -17,10 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexslurm.slurm import processes
+
 BEAT_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.4
 _GONE_S = 60.0
 """A shared directory that cannot be read for so long is taken for removed."""
+_CLEAN_S = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _WAITED_FOR = {signal.SIGCHLD, signal.SIGCONT, *_PASSED_ON}
 # What Slurm tells a task of its place and its GPUs; the rest of the environment is the order's.
@@ -47,6 +52,7 @@ class NodeTask:
         self._beats = 0
         self._beat_at = 0.0
         self._read_at = time.monotonic()
+        self._clean_until = 0.0
 
     def run(self) -> None:
         self._place.mkdir(parents=True, exist_ok=True)
@@ -58,6 +64,7 @@ class NodeTask:
             self._reap()
             self._look()
             self._kill_late()
+            self._kill_orphans()
             if not self._running and self._end.exists():
                 return
 
@@ -106,6 +113,15 @@ class NodeTask:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(running.pid, signal.SIGKILL)
 
+    def _kill_orphans(self) -> None:
+        """What an ended process has left behind, in sessions of its own too, holds its GPUs."""
+        if time.monotonic() > self._clean_until:
+            return
+        now, ours = processes.everything(), {running.pid for running in self._running.values()}
+        roots = [p for p in now if p.parent == os.getpid() and p.pid not in ours]
+        for process in processes.with_descendants(roots, now):
+            processes.send(process, signal.SIGKILL)
+
     def _tell(self, number: signal.Signals) -> None:
         """With proctrack/cgroup Slurm signals this process alone."""
         for running in self._running.values():
@@ -117,9 +133,9 @@ class NodeTask:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 order = next((o for o, r in self._running.items() if r.pid == ended[0]), None)
                 if order is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(ended[0], signal.SIGKILL)  # what it has left behind
                     del self._running[order]
+                    self._clean_until = time.monotonic() + _CLEAN_S
+                    self._kill_orphans()
                     self._say(order, exit_code=os.waitstatus_to_exitcode(ended[1]))
 
     def _say(self, order: str, exit_code: int | None = None, reason: str = "") -> None:
@@ -164,6 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
     NodeTask(Path(argv[1]), node).run()
     return 0

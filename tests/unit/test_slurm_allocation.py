@@ -168,7 +168,8 @@ def test_signals_reach_what_was_ordered(tmp_path: Path, task: subprocess.Popen[b
 
 @pytest.mark.usefixtures("task")
 def test_a_process_that_does_not_stop_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
-    script = "trap '' TERM; sleep 300 & echo $! up; while true; do sleep 0.05; done"
+    away = "setsid sh -c 'echo $$ up; exec sleep 300' &"  # in a session of its own
+    script = f"trap '' TERM; {away} while true; do sleep 0.05; done"
     order, end = ordered(tmp_path, script)
     wait(lambda: log_has(tmp_path, "up"), 20, "it runs")
     order.stop()
@@ -308,6 +309,7 @@ def test_pilots_are_processes_of_one_step(submitter: AllocationSubmitter, tmp_pa
     # with the last of them the step ends, and the next pilot has a step of its own
     submitter.cancel([jobs["p-2"], jobs["p-3"]])
     wait(lambda: not submitter.find(STEP_NAME), 20, "the step has ended")
+    wait(lambda: not submitter._steps.places(), 20, "and its nodes are free")
     last = submitter.submit(pilot(tmp_path, "p-5", "l40s", 1, "exit 0"))
     assert submitter.wait(last, every_s=0.05).exit_code == 0
     assert len((tmp_path / "calls").read_text().splitlines()) == 2
