@@ -20,11 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 for name, value in (("OMP_NUM_THREADS", "1"), ("DS_BUILD_OPS", "0"), ("DS_ACCELERATOR", "cpu")):
     os.environ.setdefault(name, value)
@@ -44,7 +45,13 @@ from flexslurm.messages import DataSource, KvPulled, Message, PullKv
 from tests.engine_harness import chunk_of, lines_of, step
 
 GOAL = 0.85
-MODEL = {"layers": 12, "hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 1536}
+MODEL: dict[str, Any] = {
+    "layers": 12,
+    "hidden": 192,
+    "heads": 6,
+    "kv_heads": 6,
+    "intermediate": 1536,
+}
 LAYERS, HEADS, BLOCK, HEAD_DIM = 12, 6, 16, 32
 SEQUENCES, PROMPT = 8, 200
 BLOCKS = 30
@@ -119,25 +126,25 @@ class End:
 
 
 @contextmanager
-def pulling(end: End, other: str, port: int, rate: float) -> Iterator[Callable[[], float]]:
-    """Pull over and over in a thread of its own; gives the bytes of whole pulls so far."""
-    stop, moved = threading.Event(), [0]
+def pulling(end: End, other: str, port: int, rate: float) -> Iterator[None]:
+    """Pull over and over in a thread of its own."""
+    stop = threading.Event()
 
     def work() -> None:
         while not stop.is_set():
-            moved[0] += end.pull(other, port, rate).moved_bytes
+            end.pull(other, port, rate)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield lambda: float(moved[0])
+        yield
     finally:
         stop.set()
         thread.join()
 
 
 def other_end(pipe: Connection) -> None:
-    """The second process: pulls when it is told to, and says how much came."""
+    """The second process: pulls when it is told to, and says how much it has sent."""
     sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(1)
     end = End("w-two")
@@ -146,11 +153,13 @@ def other_end(pipe: Connection) -> None:
         order = pipe.recv()
         if order is None:
             break
+        if order == "sent":
+            pipe.send(end.transfers.sent_bytes)
+            continue
         port, rate = order
-        with pulling(end, "w-one", port, rate) as moved:
+        with pulling(end, "w-one", port, rate):
             pipe.send("begun")
             pipe.recv()
-            pipe.send(moved())
         pipe.send("ended")
     end.transfers.shutdown()
 
@@ -192,17 +201,27 @@ def measure(gear: Gear, one: End, pipe: Connection, port: int, role: str, limit:
         if role == "source":
             pipe.send((one.transfers.port, limit))
             assert pipe.recv() == "begun"
+            before = one.transfers.sent_bytes
             beside.append(gear.tokens_per_s(WINDOW_S))
+            rates.append((one.transfers.sent_bytes - before) / WINDOW_S)
             pipe.send("stop")
-            rates.append(pipe.recv() / WINDOW_S)
             assert pipe.recv() == "ended"
-        else:
-            with pulling(one, "w-two", port, limit) as moved:
-                beside.append(gear.tokens_per_s(WINDOW_S))
-                rates.append(moved() / WINDOW_S)
+            continue
+        before, began = sent(pipe), time.perf_counter()
+        with pulling(one, "w-two", port, limit):
+            beside.append(gear.tokens_per_s(WINDOW_S))
+        rates.append((sent(pipe) - before) / (time.perf_counter() - began))
     kept = statistics.median(b / w for b, w in zip(beside, without, strict=True))
     middle = statistics.median
     return Kept(role, limit, middle(rates), middle(without), middle(beside), kept)
+
+
+def sent(pipe: Connection) -> int:
+    """Bytes that the second process has sent so far."""
+    pipe.send("sent")
+    found = pipe.recv()
+    assert isinstance(found, int)
+    return found
 
 
 def link(one: End, port: int) -> float:
