@@ -234,7 +234,8 @@ class Pool:
         if self._out is None:
             return
         await asyncio.wait({self._out}, timeout=_CLOSE_S)
-        if self._out.done() and self._submitting and self._out.exception() is None:
+        failed = self._out.exception() if self._out.done() else None
+        if self._out.done() and failed is None and self._submitting:
             self._submitted(self._out.result())
             self._write()
 

@@ -17,6 +17,8 @@ from flexslurm.slurm.nodelist import expand_told
 from flexslurm.slurm.states import node_state
 from flexslurm.slurm.times import parse_time
 
+_WORTH = 0.75
+"""Of what fits a hole: Slurm may give a job as little as --time-min even where more would do."""
 MARGIN_S = 60.0
 """Left of a hole: jobs end late, and Slurm counts walltimes in minutes."""
 
@@ -116,4 +118,5 @@ def fill(
     walltime_s = min([most_s, *lengths]) // 60 * 60
     if walltime_s < least_s:
         return None
-    return Fill(walltime_s, least_s, tuple(hole.node for hole in fitting))
+    worth_s = _WORTH * walltime_s // 60 * 60
+    return Fill(walltime_s, max(worth_s, least_s), tuple(hole.node for hole in fitting))

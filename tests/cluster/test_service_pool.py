@@ -36,7 +36,7 @@ def test_a_cancelled_and_a_killed_pilot_come_back_and_streams_go_on(
         service.until(serves_all)
         before = service.directory.pilots()
         assert before is not None
-        asks = some_asks(4, 80)
+        asks = some_asks(4, 400)
         threads = service.start(asks)
         in_the_middle(asks)
         owner = LocalSubmitter(service.directory.path)

@@ -86,7 +86,7 @@ def test_what_is_asked_for_ends_before_its_holes_do(
     used = [hole for hole in found if hole.node in made.nodes]
     assert len(used) == nodes and all(hole.gpus >= gpus for hole in used)
     assert all(hole.length_s is None or made.walltime_s <= hole.length_s for hole in used)
-    assert least_s <= made.walltime_s <= most_s and made.walltime_s % 60 == 0
+    assert least_s <= made.least_s <= made.walltime_s <= most_s and made.walltime_s % 60 == 0
 
 
 # -------------------------------------------------------------------------------- the looks
@@ -167,10 +167,10 @@ def test_a_hole_is_filled_with_a_short_job_and_the_next_waits_for_it() -> None:
     assert bench.client.asked[:3] == ["rooms", "reservations", "starts"]
     assert len(made) == 1  # of two: the first still waits
     pilot = made[0].pilot
-    assert (pilot.fills_hole, pilot.walltime_s, pilot.least_s) == (True, 1200.0, 600.0)
+    assert (pilot.fills_hole, pilot.walltime_s, pilot.least_s) == (True, 1200.0, 900.0)
     spec = pilot_spec(pilot, service(), SITE, ServiceDir(Path("/s")), "slurm")
     options = pilot_options(spec, SITE)
-    assert "--time=0-00:20:00" in options and "--time-min=0-00:10:00" in options
+    assert "--time=0-00:20:00" in options and "--time-min=0-00:15:00" in options
 
 
 def test_without_holes_they_are_sought_ever_more_rarely() -> None:
