@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_FILES = 64
 """That one worker writes of one replica."""
+_AGAIN_S, _LATE_S = 1.0, 30.0
 _LEAST_S = 1.0
 _SLACK = 1.5
 """Parking is begun this much earlier than its bytes need: disks are slower than they say."""
@@ -60,6 +61,8 @@ class Away:
         self._places: dict[ReplicaKey, ReplicaAt] = {}
         self._speed = 0.0
         self._under: _UnderWay | None = None
+        self._doomed: dict[Part, tuple[float, float]] = {}
+        """Files that nobody wants: when they are dropped next, and for the last time."""
         self.stored = Stored("" if storage is None else str(storage.path))
 
     def needed_s(self, current: InstalledGear) -> float | None:
@@ -168,11 +171,24 @@ class Away:
         """Drop what nobody waits for."""
         if self.stored:
             self._drop_files(self.stored.prune(self._now(), self._ledger.waits, frozenset(done)))
+        now = self._now()
+        for part, (next_s, last_s) in list(self._doomed.items()):
+            if now >= next_s:
+                self._drop_file(part)
+                self._doomed[part] = now + _AGAIN_S, last_s
+            if now >= last_s:
+                del self._doomed[part]
 
     def _drop_files(self, parts: Iterable[Part]) -> None:
+        """Now, and for a while again: a worker that does not know yet may just finish one."""
+        now = self._now()
+        for part in parts:
+            self._drop_file(part)
+            self._doomed[part] = now + _AGAIN_S, now + _LATE_S
+
+    def _drop_file(self, part: Part) -> None:
         assert self._storage is not None
-        for worker, epoch, ticket in parts:
-            try:
-                drop_file(Path(self._storage.path), worker, epoch, ticket)
-            except OSError as error:
-                log.warning("parked KV of %s stays: %s", worker, error)
+        try:
+            drop_file(Path(self._storage.path), *part)
+        except OSError as error:
+            log.warning("parked KV of %s stays: %s", part[0], error)

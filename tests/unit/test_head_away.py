@@ -233,6 +233,21 @@ def test_out_of_time_only_whole_answers_count_and_no_file_is_left_for_the_rest(
     assert not world.ledger.empty, "the rest is recomputed"
 
 
+def test_a_file_that_comes_after_the_end_is_dropped_too(world: World) -> None:
+    world.answer_steps(3)
+    world.park()
+    worker, ask = world.asked[0]
+    world.detach()
+    late = world.storage.path / _file_name(worker, ask.epoch, ask.ticket)
+    late.write_bytes(b"kv")
+    world.now += 2.0
+    world.away.tidy()
+    assert world.files() == 0
+    world.now += 60.0
+    world.away.tidy()
+    assert not world.away._doomed, "it is not looked for without end"
+
+
 def test_a_notice_taken_back_goes_on_as_if_nothing_had_been(world: World) -> None:
     world.answer_steps(3)
     world.park()
