@@ -139,7 +139,12 @@ class Away:
             parts = under.parking.parts
             self.stored.add(self._now(), end.at, kept, parts)
             useful = {part for seq_id in kept for part in parts[seq_id]}
-            mine = {part for seq_id in end.view() for part in parts.get(seq_id, ())}
+            mine = {
+                (worker, epoch, ticket)  # of sequences that ended meanwhile too
+                for found in parts.values()
+                for worker, epoch, ticket in found
+                if epoch == end.at.epoch and worker in end.at.workers
+            }
             self._drop_files(mine - useful)
             log.info("%d sequences of replica %s are parked in files", len(kept), key)
             end.frozen, end.pullable = {}, False

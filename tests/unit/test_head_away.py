@@ -233,6 +233,17 @@ def test_out_of_time_only_whole_answers_count_and_no_file_is_left_for_the_rest(
     assert not world.ledger.empty, "the rest is recomputed"
 
 
+def test_requests_that_end_while_they_are_parked_leave_no_file(world: World) -> None:
+    world.answer_steps(3)
+    world.park()
+    for number in range(len(world.asked)):
+        world.parked(number)
+    for _, stream in world.streams.values():
+        stream.close()
+    world.detach()
+    assert world.files() == 0 and not world.away.stored
+
+
 def test_a_file_that_comes_after_the_end_is_dropped_too(world: World) -> None:
     world.answer_steps(3)
     world.park()
