@@ -15,6 +15,7 @@ gpu_types:
   plain: {memory: 64MiB, virtual: {}}
   slow: {memory: 64MiB, virtual: {speed: 0.2}}
   acting: {model: a100-80, memory: 64MiB, virtual: {pacing: acted, acts_model: llama-2-70b}}
+  quick: {model: a100-80, memory: 64MiB, virtual: {pacing: acted, acts_model: mistral-7b}}
 """
 SMALL = (
     "--max-batch", "4", "--max-tokens", "16", "--max-context", "48", "--block-tokens", "16",
@@ -62,12 +63,13 @@ def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, sit
     assert profile.layer_s(1, 32, 32, 1) == pytest.approx(layer_s, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_what_a_cycle_takes_besides_the_stage(tiny_model: Path, site: Path, capsys) -> None:
-    """Served by one group of two; what head and messages take is part of each cycle from then."""
-    profile = profiled(tiny_model, site, "plain", 2, "--serve")
+    """Served by a group of two that acts a step of 20 ms: head and messages come on top."""
+    profile = profiled(tiny_model, site, "quick", 2, "--serve")
     said = capsys.readouterr().err
-    assert "serving plain tp2 [0,6) to 6 streams" in said
+    assert "serving quick tp2 [0,6) to 6 streams" in said
     (row,) = [line for line in file_of(site).read_text().splitlines() if line.startswith("head")]
     assert row.startswith("head,6,4,0,")
     assert profile.head is not None and 0 < profile.head(4) < 1
