@@ -22,8 +22,16 @@ from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, S
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.moves import MovePlanner
+from flexslurm.head.storage import Storage
 from flexslurm.head.stream import Stream
-from flexslurm.messages import Message, Pacing, SequenceRequest, TokenEvent
+from flexslurm.messages import (
+    AgentHello,
+    DirectoryProbed,
+    Message,
+    Pacing,
+    SequenceRequest,
+    TokenEvent,
+)
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 from tests.played_nodes import BEAT_S, PlayedNodes
 from tests.reshard_cases import BLOCK_TOKENS, LAYERS, shard_map
@@ -35,8 +43,8 @@ TICK_S, LOST_S = 0.05, 2.0
 class Gears:
     """A planner: one gear for each allocation, drawn once, and places as the product's."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, parking_s: Callable[[InstalledGear], float | None]) -> None:
+        self._seed, self.parking_s = seed, parking_s
         self._known: dict[Signature, Gear | NoGear] = {}
         self.lived_by: Callable[[InstalledGear], Any] | None = None
 
@@ -70,9 +78,6 @@ class Gears:
 
     def price(self, ask: object) -> ShiftPrice:
         return ShiftPrice()
-
-    def parking_s(self, current: InstalledGear) -> float | None:
-        return None
 
 
 def random_gear(rng: random.Random, signature: Signature, name: str) -> Gear | NoGear:
@@ -120,8 +125,12 @@ class Notes:
 class HeadWorld(PlayedNodes):
     """The head, its members, and a clock that runs as fast as the events are handled."""
 
-    def __init__(self, seed: int, memory_bytes: int) -> None:
+    def __init__(self, seed: int, memory_bytes: int, directory: Path | None = None) -> None:
+        """`directory`: where KV may be parked in files."""
         super().__init__(seed, memory_bytes)
+        self.storage = None if directory is None else Storage(directory, "svc")
+        if self.storage is not None:
+            self.storage.begin()
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.streams: dict[str, tuple[SequenceRequest, Stream, list[TokenEvent]]] = {}
         self.cancelled: set[str] = set()
@@ -135,11 +144,12 @@ class HeadWorld(PlayedNodes):
             self.journal,  # type: ignore[arg-type]
             MovePlanner(lambda: shards, lambda types: LinkRates(), lambda gear: {}),
             tell=self.later,
+            storage=self.storage,
             tell_now=lambda event: self.controller.take(event),
             now=lambda: self.now,
         )
         self.effects.bind(self)  # type: ignore[arg-type]
-        self.planner = Gears(seed)
+        self.planner = Gears(seed, self.effects.away.needed_s)
         settings = ControlSettings(
             head="head",
             install=InstallSettings("/model", "float32", 1.0, 30.0, 3.0, 10.0),
@@ -185,6 +195,10 @@ class HeadWorld(PlayedNodes):
         self.at(0.0, lambda: self.controller.take(event))
 
     def hear(self, sender: str, message: Message) -> None:
+        if isinstance(message, AgentHello) and self.storage is not None:
+            self.storage.heard(
+                DirectoryProbed(incarnation=sender, path=str(self.storage.path), reason="")
+            )
         if not self.effects.take(sender, message):
             self.controller.hear(sender, message)
 
@@ -247,6 +261,9 @@ class HeadWorld(PlayedNodes):
             mine = {e for e, i in serving if name in bodies[e, i].workers}
             assert worker.epochs == mine, f"{name} holds {worker.epochs}, not {mine}"
             assert not any(worker.parked.values()), f"{name} has parked {worker.parked}"
+        if self.storage is not None:
+            found = list(self.storage.path.glob("*.park"))
+            assert not found, f"{found} nobody waits for"
         assert not self.control.holdings.closing()
         pages = set(self.effects._board._pages)
         assert pages == {epoch for epoch, _ in serving}, f"rendezvous of {pages} is open"

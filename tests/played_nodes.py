@@ -11,9 +11,11 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fake_replica import FakeReplica
 
+from flexslurm.engine.parking import _file_name
 from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
@@ -117,6 +119,8 @@ class PlayedNodes:
         """The share of blocks that do not come."""
         self.failing_installs = 0
         self.failing_steps = 0
+        self.files: dict[Path, tuple[str, int, dict[int, Cells]]] = {}
+        """What was parked in files: by whom, of which epoch."""
 
     def hear(self, sender: str, message: Message) -> None:
         raise NotImplementedError
@@ -173,7 +177,7 @@ class PlayedNodes:
     # ------------------------------------------------------------------ agents
 
     def join(self, fragment: str, gpus: int) -> None:
-        agent = Agent(f"{fragment}#{next(self._numbers)}", fragment, gpus)
+        agent = Agent(f"{fragment}.{next(self._numbers)}", fragment, gpus)
         self.agents[agent.name] = agent
         hello = AgentHello(
             protocol=PROTOCOL, incarnation=agent.name, fragment=fragment, node=f"node-{fragment}",
@@ -208,7 +212,7 @@ class PlayedNodes:
     def _start(self, agent: Agent, gpu: int) -> None:
         if not agent.alive or gpu in agent.workers:
             return
-        worker = Worker(f"{agent.name}/w{next(self._numbers)}", agent.name, gpu)
+        worker = Worker(f"{agent.name}-w{next(self._numbers)}", agent.name, gpu)
         self.workers[worker.name] = agent.workers[gpu] = worker
         started = WorkerStarted(
             incarnation=agent.name, gpu=gpu, worker=worker.name, pid=1, start_s=0.1
@@ -264,6 +268,9 @@ class PlayedNodes:
                 self.at(self.rng.uniform(0.001, 0.02), lambda: self._park(worker, message))
             case UnparkKv(epoch=epoch):
                 worker.parked.pop(epoch, None)
+                for path, (name, number, _) in self.files.items():
+                    if (name, number) == (worker.name, epoch):
+                        path.unlink(missing_ok=True)
                 worker.parking = {one for one in worker.parking if one[0] != epoch}
             case Retire(epoch=epoch):
                 self.at(self.rng.uniform(0.002, 0.05), lambda: self._retire(worker, epoch))
@@ -381,18 +388,29 @@ class PlayedNodes:
         if target is None:
             return  # being retired: nobody waits for it
         peer = self.workers.get(pull.source.worker)
-        if peer is not None and peer.alive and peer.hung:
-            late = pull.timeout_s
-            self.at(late, lambda: self._pulled(worker, pull, [o for _, o in pull.pairs], "silent"))
+        stored = pull.directory is not None
+        if not stored and peer is not None and peer.alive and peer.hung:
+            self._wait_for_silent(worker, pull, peer, self.now + pull.timeout_s)
             return
         failed = []
         for theirs, ours in pull.pairs:
-            cells = self._held(peer, pull.source.epoch, theirs)
+            cells = (
+                self._filed(pull.source.worker, pull.source.epoch, theirs)
+                if stored
+                else self._held(peer, pull.source.epoch, theirs)
+            )
             if cells is None or self.rng.random() < self.failing_pulls:
                 failed.append(ours)
             else:
                 self._take(pull, target, cells, ours)
         self._pulled(worker, pull, failed, "injected" if failed else "")
+
+    def _wait_for_silent(self, worker: Worker, pull: PullKv, peer: Worker, end: float) -> None:
+        """Until the time is up, or it is ended and its connections close."""
+        if peer.alive and self.now < end:
+            self.at(0.2, lambda: self._wait_for_silent(worker, pull, peer, end))
+        else:
+            self._pulled(worker, pull, [ours for _, ours in pull.pairs], "silent")
 
     def _pulled(self, worker: Worker, pull: PullKv, failed: list[int], reason: str) -> None:
         if self._body(pull.epoch, worker.name) is None:
@@ -412,6 +430,12 @@ class PlayedNodes:
         if source is not None:
             return source.cells(block)
         return peer.parked.get(epoch, {}).get(block)
+
+    def _filed(self, worker: str, epoch: int, block: int) -> Cells | None:
+        for path, (name, number, cells) in self.files.items():
+            if (name, number) == (worker, epoch) and block in cells and path.exists():
+                return cells[block]
+        return None
 
     def _take(self, pull: PullKv, target: Body, cells: Cells, ours: int) -> None:
         parts = target.parts.setdefault(ours, {})
@@ -435,7 +459,15 @@ class PlayedNodes:
         worker.parking.discard((order.epoch, order.ticket))
         if not self._speaks(worker.name) or body is None or called_off:
             return
-        kept, failed = worker.parked.setdefault(order.epoch, {}), []
+        kept: dict[int, Cells] = {}
+        failed = []
+        if order.directory is None:
+            kept = worker.parked.setdefault(order.epoch, {})
+        else:
+            name = _file_name(worker.name, order.epoch, order.ticket)
+            path = Path(order.directory) / name
+            path.touch()
+            self.files[path] = worker.name, order.epoch, kept
         for block in order.blocks:
             if self.rng.random() < self.failing_pulls:
                 failed.append(block)

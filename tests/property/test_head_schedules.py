@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_replica import make_request
@@ -15,19 +17,22 @@ from tests.played_nodes import Worker
 PHASES = ("plan_shift", "meet_epoch", "begin_transfer", "after begin_transfer", "begin_cutover",
           "after begin_cutover", "switch_over", "after switch_over", "park_all",
           "after park_all")  # fmt: skip
-FAULTS = ("kill source", "kill target", "hang source", "hang target", "kill node", "notice",
-          "failing pulls", "failing pulls", "failing install", "failing step", "another gear", "best gear",
-          "cordon", "notice to all", "nothing")  # fmt: skip
+FAULTS = (
+    "kill source", "kill target", "hang source", "hang target", "kill node", "notice",
+    "failing pulls", "failing pulls", "failing install", "failing step", "another gear",
+    "best gear", "cordon", "notice to all", "nothing",
+)  # fmt: skip
 ROOMY, TIGHT = 64 << 20, 400_000
 
 
 class Schedule:
     """One service's life, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, directory: Path) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.world = HeadWorld(seed, self.rng.choice((ROOMY, TIGHT)))
+        files = self.rng.choice((None, directory))
+        self.world = HeadWorld(seed, self.rng.choice((ROOMY, TIGHT)), files)
         self.sizes = {f"f{n}": self.rng.randint(1, 3) for n in range(self.rng.randint(2, 3))}
         self.crowd = self.rng.choice((1, 1, 4))
         self.number = 0
@@ -93,7 +98,7 @@ class Schedule:
                 rng.choice(found).hung = True
             case "notice" if who:
                 for agent in [a for a in world.agents.values() if a.alive]:
-                    world.leave(agent, 1.0)
+                    world.leave(agent, self.rng.choice((1.0, 3.0)))
             case "cordon":
                 self.cordoned = rng.choice(sorted(self.sizes))
                 world.later(Cordon(self.cordoned, True))
@@ -155,11 +160,15 @@ class Schedule:
 
 
 def run_schedule(seed: int) -> None:
-    schedule = Schedule(seed)
+    with TemporaryDirectory() as directory:
+        _run(Schedule(seed, Path(directory)))
+
+
+def _run(schedule: Schedule) -> None:
     try:
         schedule.run()
     except BaseException as error:
-        error.add_note(f"seed {seed}: " + "; ".join(schedule.told))
+        error.add_note(f"seed {schedule.seed}: " + "; ".join(schedule.told))
         raise
 
 
