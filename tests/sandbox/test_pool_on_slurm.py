@@ -133,12 +133,14 @@ def test_a_node_is_given_back_and_its_pilot_and_the_streams_go_on(
 
 
 def test_a_walltime_passes_unnoticed(
-    tmp_path: Path, tiny_model: Path, slurm_sandbox: Sandbox, slurm: SlurmClient
+    tmp_path: Path, tiny_model: Path, slurm_sandbox: Sandbox
 ) -> None:
     """The successor is there, and serves, before the old pilot goes."""
-    pool = [{"gpu_type": "l40s", "gpus": 2, "walltime": "2min", "handover": "105s"}]
+    # beside the other service: GPUs of both nodes are free
+    pool = [{"gpu_type": "a100", "gpus": 2, "walltime": "2min", "handover": "105s"}]
     with launched(tmp_path, tiny_model, slurm_sandbox, pool) as service:
-        watch, old = Watch(slurm, service), jobs_of(service)["l40s-1"]
+        slurm = SlurmClient(service.plan.site.slurm)
+        watch, old = Watch(slurm, service), jobs_of(service)["a100-1"]
         asks = some_asks(4, 400, seed=5)
         threads = service.start(asks)
         in_the_middle(asks)
@@ -148,7 +150,7 @@ def test_a_walltime_passes_unnoticed(
             assert time.monotonic() < deadline, (service.status().pool, jobs_of(service))
             info = slurm.jobs([old])[old]
             new = {f.name for f in service.status().fragments if f.state == "serving"}
-            if left_s is None and new == {"l40s-2"}:
+            if left_s is None and new == {"a100-2"}:
                 left_s = info.end_in_s
             watch.look()
             time.sleep(0.3)
