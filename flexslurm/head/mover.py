@@ -158,34 +158,36 @@ class Mover:
             return
         views = [end.view() for end in self.old]
         self._route(views)
+        if not last and self._end_round(views):
+            return  # what was begun now would be awaited in the pause
         began = self._pull(now, views, last=last)
         if last and not began and not self._awaits_answers:
             self._enter(MoverPhase.DONE)
-        elif not last:
-            self._end_round(views)
 
     @property
     def _awaits_answers(self) -> bool:
         """Whether something may still come; of a source that is lost, only late failures."""
         return any(self.old[number].pullable for number, _ in self._batches)
 
-    def _end_round(self, views: Views) -> None:
-        """When all is there that was when the round began, see what has come since."""
+    def _end_round(self, views: Views) -> bool:
+        """Begin a round once the goal of the last is reached; whether it is settled only now."""
         full = {
             move.seq_id: views[move.old][move.seq_id].computed // self._shards.block_tokens
             for move in self._moves.values()
             if move.seq_id in views[move.old] and self.old[move.old].pullable and not move.is_out
         }
         done = {seq_id: self._moves[seq_id].done for seq_id in full}
-        if any(done[seq_id] < goal for seq_id, goal in self._goal.items() if seq_id in done):
-            return
+        goals = ((seq_id, goal) for seq_id, goal in self._goal.items() if seq_id in done)
+        if any(done[seq_id] < min(goal, full[seq_id]) for seq_id, goal in goals):
+            return False
         left = sum(full[seq_id] - done[seq_id] for seq_id in full)
         before, self._left_before = self._left_before, left
         slow = before is not None and left >= _SHRINKING * before
-        if left == 0 or slow or self.rounds >= self._settings.most_rounds:
-            self.settled = True
+        was, few = self.settled, left == 0 or slow
+        self.settled = was or few or self.rounds >= self._settings.most_rounds
         self.rounds += 1
         self._goal = full
+        return self.settled and not was
 
     def _route(self, views: Views) -> None:
         """Choose a new replica for the sequences that have none."""
@@ -274,7 +276,7 @@ class Mover:
         """Blocks of it that can be pulled now and are not here."""
         block_tokens = self._shards.block_tokens
         if not last:
-            return kv.computed // block_tokens - move.done
+            return min(kv.computed // block_tokens, self._goal.get(move.seq_id, 0)) - move.done
         lacks = blocks_for(kv.computed, block_tokens) - move.done
         most = self._settings.most_last_blocks
         if most is not None and lacks > most:

@@ -109,7 +109,10 @@ class UnderWay:
     def _mover_event(self, now: float) -> ShiftEvent | None:
         mover = self.mover
         assert mover is not None
-        mover.advance(now)
+        # Where it is settled nothing more is begun: it would be awaited in the pause.
+        to_tell = mover.settled and self.began_at is not None and Transferred not in self._told
+        if not to_tell:
+            mover.advance(now)
         if mover.phase is MoverPhase.DONE and self.moved_at is None:
             self.moved_at = now
         match mover.phase:
