@@ -47,7 +47,7 @@ class Plan:
     model: Mapping[str, Any]
     memory: Mapping[str, str]
     walk: tuple[tuple[str, str], ...]
-    max_tokens: int = 700
+    max_tokens: int = 450
     link_bytes_per_s: float = 0.0
     """What is declared of the link between GPUs; 0: nothing."""
     executor: Mapping[str, Any] | None = None
