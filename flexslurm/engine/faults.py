@@ -129,7 +129,7 @@ def _parse(item: str) -> _Fault:
         point, _, only = where.partition("@")
         name, _, target = what.partition("=")
         deed = Deed(name)
-        if (deed in _OF_ANOTHER) != bool(target):
+        if (deed in _OF_ANOTHER) != bool(target) or (target and int(target) <= 1):
             raise ValueError
         return _Fault(
             text=item,

@@ -57,7 +57,9 @@ def small(field: Ground) -> Iterator[Ground]:
 
 def victim(field: Ground, who: str) -> int:
     """A worker of the small gear, or one that only the large one has."""
-    return (field.used() if who == "source" else field.idle())[0].gpu.pid
+    pid = (field.used() if who == "source" else field.idle())[0].gpu.pid
+    assert pid, "no worker is there"
+    return pid
 
 
 # ------------------------------------------------------------------ every day
@@ -130,6 +132,7 @@ def test_a_worker_is_killed(small: Ground, half: tuple[str, ...], who: str) -> N
 @pytest.mark.parametrize("who", ["source", "target"])
 @pytest.mark.parametrize("half", [PHASES[:3], PHASES[3:]], ids=["serving", "pausing"])
 def test_a_worker_hangs(small: Ground, half: tuple[str, ...], who: str) -> None:
+    """It is ended when it has been silent for three times `lost_after`, or does not close."""
     for phase in half:
         pid = victim(small, who)
         assert small.strike(f"{phase}:1:stop={pid}", to=LARGE)

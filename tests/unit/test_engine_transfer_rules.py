@@ -91,6 +91,7 @@ def test_faults_by_name() -> None:
             "step:1:sing",
             "step",
             "step:1:kill",
+            "step:1:stop=0",
             "step@x:1:hang",
         )
         for text in wrong:
