@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SERVED_TOKENS = 32
 """Prompt and answer of the requests that are served."""
+SERVED_BATCH = 16
+"""At most: the streams' clients run on the same cores, which a job has few of."""
 _COUNT = click.IntRange(min=1)
 
 
@@ -186,7 +188,7 @@ def plan_serving(
     problem = served_problem(site, options)
     load, limits = problem.workload, problem.limits
     blocks = int(problem.blocks(StageKind(options["gpu_type"], tp))[0, problem.layers])
-    batch = min(limits.max_batch, blocks // problem.sequence_blocks)
+    batch = min(limits.max_batch, SERVED_BATCH, blocks // problem.sequence_blocks)
     if batch < 1:
         say(f"{tp} {options['gpu_type']} do not hold the whole model: it is not served")
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexslurm.cli.profile_command import head_row, plan_serving
+from flexslurm.cli.profile_command import SERVED_BATCH, head_row, plan_serving
 from flexslurm.cli.served_trial import ServeAsk
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
@@ -47,6 +47,12 @@ def test_the_replica_that_is_served_is_a_service_of_its_own(tiny_model: Path) ->
     service = parse_section(Service, str(found.service()), "service")
     assert (service.serving.max_batch, service.workload.prompt_tokens) == (8, 32)
     assert "measured" in found.site and found.site["measured"]["profiles"] is None
+
+
+def test_no_more_streams_than_a_jobs_cores_can_read(tiny_model: Path) -> None:
+    wide = {**options(tiny_model), "max_batch": 500}
+    found = plan_serving(site(), 1, wide, print)
+    assert found is not None and found.batch == SERVED_BATCH
 
 
 def test_a_small_memory_serves_fewer_and_none_is_said(tiny_model: Path) -> None:
