@@ -82,7 +82,31 @@ def table(figures: list[ShiftFigures]) -> str:
     lines = ["", _aligned(rows[0], widths)]
     for one, row in zip(figures, rows[1:], strict=True):
         lines += [f"{one.before}  ⇒  {one.after}", _aligned(row, widths)]
-    return "\n".join(lines)
+    return "\n".join((*lines, "", *summary(figures)))
+
+
+def summary(figures: list[ShiftFigures]) -> list[str]:
+    """All shifts of a mode together, and what the link carries."""
+    from statistics import median
+
+    lines = []
+    for mode in dict.fromkeys(one.mode for one in figures):
+        found = [one for one in figures if one.mode == mode]
+        steps = [one.gap_steps for one in found if one.gap_steps is not None]
+        shares = [one.gap_to_restart for one in found if one.gap_to_restart is not None]
+        pauses = [one.pause_s for one in found]
+        lines.append(
+            f"{len(found)} {mode}: pause {median(pauses):.3f} s in the median, {max(pauses):.3f} s "
+            f"at most; longest extra gap {median(steps or [0]):.1f} decode steps in the median, "
+            f"{max(steps, default=0):.1f} at most; at most {max(shares, default=0):.4f} of a cold "
+            "restart"
+        )
+    for one in figures[:1]:
+        lines.append(
+            f"a connection of the data plane carries {one.link_bytes_per_s / 1e6:.0f} MB/s beside "
+            f"a gear that decodes, {one.idle_link_bytes_per_s / 1e6:.0f} MB/s with nothing else"
+        )
+    return lines
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:

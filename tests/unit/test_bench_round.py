@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flexslurm.cli.bench_commands import summary, table
 from flexslurm.cli.bench_least import moved_bytes
 from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
-from flexslurm.cli.bench_shift import FULL, QUICK
+from flexslurm.cli.bench_shift import FULL, QUICK, ShiftFigures
 from flexslurm.cli.demo_streams import StreamRun
 from flexslurm.messages import ServiceState, StatusAnswer
 
@@ -89,3 +90,28 @@ def test_what_the_machine_does_to_calm_streams_is_known() -> None:
     assert calm_extra_gap_s(runs) == pytest.approx(1.5 - 49 * STEP - STEP, abs=0.01)
     assert calm_extra_gap_s([run(*steady(0.0, 100))]) == pytest.approx(0.0, abs=1e-9)
     assert calm_extra_gap_s([run(1.0), run()]) == 0.0
+
+
+def figures(gap_s: float | None, pause_s: float, mode: str = "beside") -> ShiftFigures:
+    return ShiftFigures(
+        before="a", after="b", mode=mode, tokens_equal=True, longest_extra_gap_s=gap_s,
+        decode_step_s=STEP, undisturbed_extra_gap_s=0.01,
+        gap_steps=None if gap_s is None else gap_s / STEP, pause_s=pause_s, drain_s=0.0,
+        last_move_s=0.0, expected_pause_s=0.02, bytes_moved=2 << 20, bytes_optimal=1 << 20,
+        transfer_s=0.1, expected_transfer_s=0.1, link_bytes_per_s=5e8, idle_link_bytes_per_s=1e9,
+        transfer_to_link=1.2, recompute_s=None, cold_restart_s=10.0, gap_to_recompute=None,
+        gap_to_restart=None if gap_s is None else gap_s / 10.0,
+    )  # fmt: skip
+
+
+def test_shifts_are_printed_side_by_side_and_in_sum() -> None:
+    shown = table([figures(0.04, 0.01), figures(0.10, 0.03), figures(None, 0.5, "park")])
+    rows = shown.splitlines()
+    assert rows[1].split()[:2] == ["mode", "tokens"]
+    assert sum(row == "a  ⇒  b" for row in rows) == 3
+    [beside, park, link] = summary([figures(0.04, 0.01), figures(0.10, 0.03),
+                                    figures(None, 0.5, "park")])  # fmt: skip
+    assert "2 beside: pause 0.020 s in the median, 0.030 s at most" in beside
+    assert "3.5 decode steps in the median, 5.0 at most; at most 0.0100 of" in beside
+    assert park.startswith("1 park: pause 0.500 s") and "500 MB/s beside" in link
+    assert all(line in shown for line in (beside, park, link))
