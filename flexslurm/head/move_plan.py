@@ -84,7 +84,7 @@ def plan_moves(
     order = ShiftOrder(
         mode=mode,
         holders=plan.holders,
-        rate_bytes_per_s=_rate(plan, rates) if mode is Mode.BESIDE else 0.0,
+        rate_bytes_per_s=rate_beside(plan, rates) if mode is Mode.BESIDE else 0.0,
         lines=(*plan.lines(), *lines),
         stored=bool(stored),
         evicted=plan.routes.evicted,
@@ -98,7 +98,7 @@ def plan_moves(
     return MovePlan(ask, order, plan, limits, spare, nominal)
 
 
-def _rate(plan: ShiftPlan, rates: LinkRates) -> float:
+def rate_beside(plan: ShiftPlan, rates: LinkRates) -> float:
     """What one source may send beside the serving gear: the slowest link in use bounds it."""
     used = {flow.link for flow in (*plan.weights, *plan.kv)} & {Link.NODE, Link.NETWORK}
     return min(rates.rate(link) for link in used or {Link.NETWORK})

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.memory_plan import Verdict
+from flexslurm.engine.reshard import Link
 from flexslurm.engine.routing import LiveKv
-from flexslurm.engine.shift_plan import ShiftFacts, ShiftPlan, plan_shift
+from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, ShiftPlan, plan_shift
 from flexslurm.head.lessons import Lessons, Part
-from flexslurm.head.move_plan import in_parts
+from flexslurm.head.move_plan import in_parts, rate_beside
 from flexslurm.head.pulls import Pulls
 from flexslurm.messages import KvPulled
 from tests.reshard_cases import LAYERS, at, replica, shard_map
@@ -93,3 +94,18 @@ def test_parts_have_the_blocks_of_the_sequences(found: list[tuple[int, int]], mo
         assert {one.seq_id for one in after} <= {one.seq_id for one in before}
     assert len(parts) <= most + 4
     assert in_parts(live, 60) == tuple(live), "few are looked at one by one"
+
+
+def test_what_a_source_may_send_is_bound_by_the_slowest_link_in_use() -> None:
+    rates = LinkRates(node=2e9, network=10e9)
+    inside = plan()
+    assert {flow.link for flow in inside.weights} >= {Link.NODE}
+    assert rate_beside(inside, rates) == pytest.approx(0.6 * 2e9)
+    old = (at(1, 0, replica((1, 0, LAYERS)), ["a/0"]),)
+    new = (at(2, 0, replica((1, 0, LAYERS)), ["b/0"]),)
+    arenas = dict.fromkeys(["a/0", "b/0"], 1 << 30)
+    facts = ShiftFacts(old=old, new=new, kept={}, live=(), arenas=arenas)
+    across = plan_shift(shard_map(), facts)
+    assert rate_beside(across, rates) == pytest.approx(0.6 * 10e9)
+    limited = msgspec.structs.replace(rates, limit=50e6)
+    assert rate_beside(across, limited) == rate_beside(inside, limited) == 50e6
