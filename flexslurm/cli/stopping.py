@@ -12,7 +12,7 @@ from flexslurm.cli.job_names import UNSENT, with_ids
 from flexslurm.config.schema import load_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
-from flexslurm.errors import DeadlineExceeded, EnvironmentFault, ServiceError
+from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, ServiceError
 from flexslurm.messages import StopAsk
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import Pilots, ServiceDir
@@ -78,7 +78,19 @@ def _jobs(directory: ServiceDir, pilots: Pilots) -> _Jobs:
         pilots = with_ids(pilots, service.name, submitter, LocalSubmitter(directory.path))
     ids = tuple(pilot.job_id for pilot in pilots.pilots)
     head = (pilots.head_job,) if pilots.head_job else ()
+    ids += _unwritten(directory, pilots, {*ids, *head})
     return _Jobs(pilots.cluster, ids, head, pilots.allocation)
+
+
+def _unwritten(directory: ServiceDir, pilots: Pilots, known: set[str]) -> tuple[str, ...]:
+    """Jobs that no list has: submitted by a head that died before it heard of them."""
+    if pilots.cluster != "slurm":
+        return ()
+    try:
+        _, ours = _submitter(directory, pilots.cluster, pilots.allocation).survey([])
+    except FlexslurmError:
+        return ()  # those that are known are ended all the same, or say why not
+    return tuple(job.id for job in ours if job.id not in known)
 
 
 def _found(directory: ServiceDir) -> _Jobs:

@@ -59,6 +59,12 @@ class FakeJobs:
     def find(self, name: str) -> list[str]:
         return [job for job in self.alive if self.names[job] == name]
 
+    def survey(self, job_ids: Sequence[str]) -> tuple[dict[str, JobInfo], tuple[JobInfo, ...]]:
+        alive = tuple(
+            JobInfo(job, state, name=self.names[job]) for job, state in self.alive.items()
+        )
+        return self.states(job_ids), alive
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         for job in job_ids:
             self.alive.pop(job, None)
@@ -245,3 +251,30 @@ def test_a_home_that_is_not_there_is_said(text: str) -> None:
         launching.service_directory(text + "/y")
     with pytest.raises(FlexslurmError, match="no such home"):
         launching.service_directory("chat", {"FLEXSLURM_SERVICES": text})
+
+
+def test_a_stop_ends_jobs_that_no_list_has(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that dies in a submission may leave a job that nobody wrote down."""
+    monkeypatch.setattr(stopping, "_submitter", lambda *_: jobs)
+    submitting.execute(plan, silent)
+    jobs.submit(plan.pilots[0][1])
+    stopping.stop_service(plan.directory, 0.0, 5.0, silent)
+    assert jobs.alive == {}
+    assert plan.directory.pilots() == Pilots("slurm")
+
+
+def test_a_launch_takes_over_pilots_that_a_head_has_renamed(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Successors of pilots whose walltime ended are pilots of the pool; no fourth is submitted."""
+    submitting.execute(plan, silent)
+    jobs.cancel(["2", "4"])
+    moved = (Pilot("a100-1", "1", "p", "a100", 1, 1), Pilot("a100-7", "3", "p", "a100", 1, 1))
+    plan.directory.write_pilots(Pilots("slurm", moved, "4", None, (3,)))
+    made = submitting.execute(plan, silent)
+    assert [(p.fragment, p.job_id) for p in made.pilots] == [
+        ("a100-1", "1"), ("a100-7", "3"), ("a100-2", "5")
+    ]  # fmt: skip
+    assert set(jobs.alive) == {"1", "3", "5", "6"}
