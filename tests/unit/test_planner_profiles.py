@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Gear, Signature
+from flexslurm.planner.cost import LayerSums, stage_cost
 from flexslurm.planner.files import load_profiles
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.profiles import Ramp, Row, read_profile, write_profile
 from flexslurm.planner.published import config_of
-from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal, Limits, Workload
+from flexslurm.planner.topology import Link, Topology
+from flexslurm.planner.workload import Goal, Limits, Slo, Workload
 
 ABOUT = {"model": "smollm2-135m", "gpu_type": "l4", "tp": 1, "dtype": "bfloat16"}
 SPEC = ModelSpec.from_config(config_of("smollm2-135m"), name="smollm2-135m")
@@ -155,3 +157,32 @@ def test_profiles_are_found_by_model_and_kind(tmp_path: Path) -> None:
         load_profiles([tmp_path], SPEC, FIGURES)
     with pytest.raises(ConfigError, match="cannot read it"):
         load_profiles([tmp_path / "none.csv"], SPEC, FIGURES)
+
+
+def test_a_profile_of_what_the_formula_says_gives_the_formulas_gear() -> None:
+    """On a machine whose steps are all reading, so that the formula is a sum as a profile is."""
+    figures = msgspec.structs.replace(FIGURES.gpu("l4"), flops=1e30)
+    topology = Topology({"l4": figures}, Link(1e30, 0.0))
+    kind, layers = StageKind("l4", 1), SPEC.num_layers
+    cost = stage_cost(LayerSums(SPEC, 1), figures, topology.node_link, 1, 2)
+    whole = stage_cost(LayerSums(SPEC, 1), figures, topology.node_link, 0, layers)
+
+    def layer_s(new: float, context: float) -> float:
+        return cost.step_s(new, context)
+
+    made = [Row("decode", 1, b, c, layer_s(b, b * c)) for b in (1, 8, 64) for c in (16, 1024)]
+    made += [Row("prefill", 1, 1, n, layer_s(n, n)) for n in (8, 64, 512)]
+    made += [Row("last", 1, b, 0, whole.weights_s - layers * cost.weights_s) for b in (1, 64)]
+    profile = read_profile(write_profile(ABOUT, made), "p.csv")
+    for pool in ("l4:1", "l4:1x3"):
+        for goal in (Goal(Workload(64, 64)), Goal(Workload(700, 200), Slo(tpot_s=0.02))):
+            plain, measured = (
+                plan_gear(SPEC, topology, goal, Signature.parse(pool), profiles=profiles)
+                for profiles in (None, {kind: profile})
+            )
+            assert isinstance(plain, Gear) and isinstance(measured, Gear)
+            assert measured.layout() == plain.layout()
+            for figure in ("tokens_per_s", "tpot_s"):
+                assert getattr(measured.estimates, figure) == pytest.approx(
+                    getattr(plain.estimates, figure), rel=0.01
+                )
