@@ -19,7 +19,7 @@ from tests.service_harness import (
     tiny_site,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def serves_all(status: StatusAnswer) -> bool:

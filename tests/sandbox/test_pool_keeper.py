@@ -101,6 +101,7 @@ def test_a_held_job_is_said_and_left_alone(
     assert [pilot.job_id for pilot in bench.pool.pilots] == [job]
 
 
+@pytest.mark.slow
 def test_a_cancelled_pilot_comes_back_and_never_more_than_the_maximum(
     tmp_path: Path, sandbox_site: Site, slurm: SlurmClient
 ) -> None:
@@ -137,6 +138,7 @@ def _spec(bench: Bench, call: Submit) -> Any:
     return pilot_spec(call.pilot, bench.service, bench.site, bench.directory, "slurm")
 
 
+@pytest.mark.slow
 def test_a_node_is_taken_from_a_running_job(
     tmp_path: Path, sandbox_site: Site, slurm: SlurmClient
 ) -> None:
@@ -164,6 +166,7 @@ def _end_left_agent(bench: Bench) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_hole_is_filled_by_a_job_that_ends_before_a_reservation_begins(
     tmp_path: Path, sandbox_site: Site, slurm: SlurmClient
 ) -> None:
