@@ -40,9 +40,9 @@ def test_a_cancelled_and_a_killed_pilot_come_back_and_streams_go_on(
         threads = service.start(asks)
         in_the_middle(asks)
         owner = LocalSubmitter(service.directory.path)
+        gone = {service.job_of("l40s-1"), service.job_of("a100-2")}
         owner.cancel([service.job_of("l40s-1")])
         service.kill("--fragment a100-2")
-        gone = {service.job_of("l40s-1"), service.job_of("a100-2")}
         service.until(lambda s: not gone & {f.job_id for f in s.fragments} and serves_all(s), 60)
         finish(threads, 60)
         check(asks, oracle(tiny_model, asks))
