@@ -445,10 +445,9 @@ class PlayedNodes:
         info = shard_map().info
         if len(parts) < info.num_layers * info.num_kv_heads:
             return
-        del target.parts[ours]
         pieces = list(parts.values())
         for cell in [cell for cell in target.engine.cells if cell[0] == ours]:
-            del target.engine.cells[cell]  # a second try after a failure
+            del target.engine.cells[cell]  # part after part is written over in a second try
         for offset, token in pieces[0].items():
             if all(piece.get(offset) == token for piece in pieces):
                 target.engine.cells[ours, offset] = token
