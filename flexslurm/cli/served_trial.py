@@ -61,6 +61,7 @@ class ServeAsk(msgspec.Struct, frozen=True):
             "name": "trial",
             "model": {"path": self.model, "dtype": self.dtype, "name": "trial"},
             "pool": [{"gpu_type": self.gpu_type, "gpus": self.tp, "count": 1}],
+            "keeping": {"enabled": False},
             "gateway": {"host": "127.0.0.1"},
             "serving": {
                 "block_tokens": self.block_tokens,

@@ -7,6 +7,7 @@ output. That a model could not be served leaves what was measured before.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -44,6 +45,8 @@ def _end(number: int, _: object) -> None:
 
 def _served(outcome: Outcome, file: Path, say: Say) -> Outcome:
     ask = msgspec.json.decode(file.read_bytes(), type=ServeAsk)
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        del os.environ[name]  # its processes are of this trial, and no pilots of the job
     try:
         with tempfile.TemporaryDirectory(prefix="flexslurm-trial-") as home:
             served = serve(ask, Path(home), say)
