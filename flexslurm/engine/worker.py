@@ -248,6 +248,8 @@ class Worker:
     def _bury(self, tenancy: Tenancy, keep_weights: bool) -> None:
         log.info("epoch %d: retiring (%s)", tenancy.epoch, tenancy.phase)
         if tenancy.retire(_RETIRE_WITHIN_S, keep_weights=keep_weights):
+            if not keep_weights:  # it may have been told to keep them before, and changed its mind
+                self._transfers.let_go(tenancy.epoch, _LET_GO_WITHIN_S)
             self._send(Retired(worker=self._incarnation, epoch=tenancy.epoch))
             self._tidy()
         else:
