@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from submitter_suite import wait
 
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
@@ -108,3 +109,55 @@ def test_the_doctor_finds_a_model_that_is_not_there(
         before=salloc, FLEXSLURM_SERVICES=str(tmp_path / "services"),
     )  # fmt: skip
     assert done.returncode == 8 and "-> put the model where" in done.stdout
+
+
+def test_the_doctor_finds_several_induced_failures_at_once(
+    slurm_sandbox: Sandbox, discovered: Path, tmp_path: Path
+) -> None:
+    """A wrong interface, NCCL told of another, cards that no driver shows, a damaged model."""
+    data = yaml.safe_load(discovered.read_text())
+    data["network"] = {"interface": "ib9", "nccl_env": {"NCCL_SOCKET_IFNAME": "=ib9"}}
+    for entry in data["gpu_types"].values():
+        del entry["virtual"]
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump(data))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").symlink_to(tmp_path / "nowhere")
+    salloc = ("salloc", "--quiet", "--partition=scavenge", "--nodes=2", "--gres=gpu:a100:2")
+    done = flexslurm(
+        slurm_sandbox, "doctor", "--job", "--site", str(site), "--model", str(model), "--json",
+        before=salloc, FLEXSLURM_SERVICES=str(tmp_path / "services"),
+    )  # fmt: skip
+    assert done.returncode == 8 and "Traceback" not in done.stderr, done.stderr
+    verdicts = json.loads(done.stdout)
+    failed = {(v["check"], v["where"]) for v in verdicts if v["result"] == "FAIL"}
+    checks = ("address", "nccl", "gpus", "model")
+    assert failed == {(check, node) for check in checks for node in ("a100n1", "a100n2")}
+    assert all(v["mend"] for v in verdicts if v["result"] == "FAIL")
+    # what does work is still said
+    assert {"python", "packages", "shared directory", "slurm"} <= {
+        v["check"] for v in verdicts if v["result"] == "ok"
+    }
+
+
+@pytest.mark.shared_service  # the sandbox's slurmctld is another one afterwards
+def test_the_doctor_while_the_controller_is_away(
+    slurm_sandbox: Sandbox, discovered: Path, tmp_path: Path
+) -> None:
+    slurm_sandbox.kill("slurmctld")
+    try:
+        data = yaml.safe_load(discovered.read_text())
+        data["slurm"]["command_timeout"] = "5s"
+        site = tmp_path / "site.yaml"
+        site.write_text(yaml.safe_dump(data))
+        env = {"FLEXSLURM_SERVICES": str(tmp_path / "services")}
+        done = flexslurm(slurm_sandbox, "doctor", "--site", str(site), "--json", **env)
+        assert done.returncode == 8 and "Traceback" not in done.stderr
+        failed = {v["check"]: v for v in json.loads(done.stdout) if v["result"] == "FAIL"}
+        assert set(failed) == {"slurm"} and failed["slurm"]["mend"]
+        check = flexslurm(slurm_sandbox, "site", "check", str(site))
+        assert check.returncode == 6 and "Traceback" not in check.stderr
+    finally:
+        slurm_sandbox.start("slurmctld")
+        wait(lambda: flexslurm(slurm_sandbox, "site", "discover").returncode == 0, 60, "it is back")
