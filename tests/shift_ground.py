@@ -266,9 +266,11 @@ def ground(
             yield Ground(service, model, file, expected, long)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process lives and is no zombie."""
+def alive(pid: int) -> str:
+    """What a process that lives is doing; "" for none, and for one that has ended."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        status = process.status()
+        return "" if status == psutil.STATUS_ZOMBIE else f"{status}: {process.cmdline()}"
     except psutil.NoSuchProcess:
-        return False
+        return ""

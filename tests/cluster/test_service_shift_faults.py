@@ -140,7 +140,7 @@ def test_a_worker_hangs(small: Ground, half: tuple[str, ...], who: str) -> None:
         pid = victim(small, who)
         assert small.strike(f"{phase}:1:stop={pid}", to=LARGE)
         small.restore(2, SMALL)
-        assert not alive(pid)
+        assert not alive(pid), phase
 
 
 @pytest.mark.slow
