@@ -9,6 +9,8 @@ import pytest
 from flexslurm.cli.main import run
 from flexslurm.planner.profiles import Profile, read_profile
 
+pytestmark = pytest.mark.slow
+
 SITE = """
 name: here
 gpu_types:

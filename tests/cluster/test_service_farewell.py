@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(180)
 LONG = 300
 
 
+@pytest.mark.slow
 def test_all_pilots_are_preempted_with_notice_and_come_back(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_an_agent_that_falls_silent_is_lost_and_may_come_back(
     service.until(serves(FULL))
 
 
+@pytest.mark.slow
 def test_no_gpus_for_longer_than_requests_wait(tmp_path: Path, tiny_model: Path) -> None:
     wanted = tiny_service(tiny_model, POOL, wait_for_gpus="2s")
     with running(tmp_path, wanted, tiny_site()) as service:
@@ -121,6 +122,7 @@ def test_installs_and_shifts_are_in_the_history_and_the_metrics(service: Running
     assert sum(float(line.split()[-1]) for line in lines) == len(service.status().shifts)
 
 
+@pytest.mark.slow
 @pytest.mark.shared_service
 def test_more_gpus_than_the_table_knows_are_planned_beside_the_head(
     service: RunningService,
@@ -155,6 +157,7 @@ def test_a_head_that_cannot_write_its_journal_at_the_start_is_said_by_launch(
         stop_service(wanted.directory, 0.0, 30.0, lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_journal_that_is_full_ends_the_head_and_another_goes_on_from_it(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -201,6 +204,7 @@ def _exit_code_of_the_head(wanted: launching.LaunchPlan) -> int | None:
     return info.exit_code
 
 
+@pytest.mark.slow
 def test_damaged_weights_end_the_launch_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)

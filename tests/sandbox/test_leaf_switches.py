@@ -52,6 +52,7 @@ def test_a_cluster_without_switches_has_none(sandbox_site: Site) -> None:
     assert said == []
 
 
+@pytest.mark.slow
 def test_replicas_stay_under_one_switch(box: Sandbox, tiny_model: Path, tmp_path: Path) -> None:
     site = yaml.safe_load(box.site_file.read_text())
     site["gpu_types"]["a100"]["memory"] = "1700kB"  # two GPUs hold the model, one does not

@@ -44,6 +44,7 @@ def service(
         yield service
 
 
+@pytest.mark.slow
 def test_a_preempted_pilot(
     service: RunningService, tiny_model: Path, slurm: SlurmClient, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from submitter_suite import TASK, Diary, wait
 
 from flexslurm.slurm.client import SlurmClient
@@ -50,6 +51,7 @@ say["ends"] = [str(submitter.wait(job, every_s=0.1).state) for job in say["jobs"
 """
 
 
+@pytest.mark.slow
 def test_pilots_in_a_heterogeneous_job(
     slurm_sandbox: Sandbox, slurm: SlurmClient, root: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ class Job:
 STEP = "srun --overlap TASK HERE/diary stay"
 
 
+@pytest.mark.slow
 def test_signals_that_sound_like_an_end(client: SlurmClient, tmp_path: Path) -> None:
     """ "STEP … CANCELLED" and "JOB … CANCELLED" are printed, and both go on."""
     body = f"trap 'echo told >>HERE/batch' TERM\n{STEP} &\nwhile true; do wait; done"
@@ -112,6 +113,7 @@ def test_srun_is_never_what_gets_the_signal(client: SlurmClient, tmp_path: Path)
     assert (tmp_path / "code").read_text() == "137\n" and job.diary().of("SIGTERM") == []
 
 
+@pytest.mark.slow
 def test_a_requeue_tells_several_times(client: SlurmClient, tmp_path: Path) -> None:
     """Handlers must not mind; what stays is killed after the kill wait."""
     job = Job(client, tmp_path, STEP, "--partition=all", "--nodes=1", "--requeue")
@@ -121,6 +123,7 @@ def test_a_requeue_tells_several_times(client: SlurmClient, tmp_path: Path) -> N
     assert len(job.diary().of("SIGTERM")) >= 2 and job.info.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_shrink_kills_without_a_word(client: SlurmClient, tmp_path: Path) -> None:
     """So whoever shrinks a job empties the node before."""
     body = "srun --overlap --no-kill --kill-on-bad-exit=0 TASK HERE/diary stay\nsleep 60"

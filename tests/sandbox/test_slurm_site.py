@@ -61,6 +61,7 @@ def test_the_check_finds_what_is_wrong(
     assert "Slurm gives 15 s of warning" in done.stdout and "'nowhere'" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.shared_service
 def test_launch_serves_with_it_unedited(discovered: Path, tiny_model: Path, tmp_path: Path) -> None:
     asked = tiny_service(tiny_model, [("a100", 1, 1)])
