@@ -20,6 +20,7 @@ from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.states import JobState
 
+pytestmark = pytest.mark.long
 YAML = """\
 nodes:
   f: {gpu_type: a100, gpus: 4}
@@ -87,7 +88,6 @@ class Job:
 STEP = "srun --overlap TASK HERE/diary stay"
 
 
-@pytest.mark.slow
 def test_signals_that_sound_like_an_end(client: SlurmClient, tmp_path: Path) -> None:
     """ "STEP … CANCELLED" and "JOB … CANCELLED" are printed, and both go on."""
     body = f"trap 'echo told >>HERE/batch' TERM\n{STEP} &\nwhile true; do wait; done"
@@ -113,7 +113,6 @@ def test_srun_is_never_what_gets_the_signal(client: SlurmClient, tmp_path: Path)
     assert (tmp_path / "code").read_text() == "137\n" and job.diary().of("SIGTERM") == []
 
 
-@pytest.mark.slow
 def test_a_requeue_tells_several_times(client: SlurmClient, tmp_path: Path) -> None:
     """Handlers must not mind; what stays is killed after the kill wait."""
     job = Job(client, tmp_path, STEP, "--partition=all", "--nodes=1", "--requeue")
@@ -123,7 +122,6 @@ def test_a_requeue_tells_several_times(client: SlurmClient, tmp_path: Path) -> N
     assert len(job.diary().of("SIGTERM")) >= 2 and job.info.restarts == 1
 
 
-@pytest.mark.slow
 def test_a_shrink_kills_without_a_word(client: SlurmClient, tmp_path: Path) -> None:
     """So whoever shrinks a job empties the node before."""
     body = "srun --overlap --no-kill --kill-on-bad-exit=0 TASK HERE/diary stay\nsleep 60"
@@ -140,7 +138,6 @@ def test_a_shrink_kills_without_a_word(client: SlurmClient, tmp_path: Path) -> N
     assert job.diary().of("SIGTERM") == []
 
 
-@pytest.mark.slow
 def test_a_heterogeneous_job_has_one_fate(client: SlurmClient, tmp_path: Path) -> None:
     """Only the second component's node is wanted, and it would be cancelled: all are requeued."""
     body = "srun --het-group=0,1 TASK HERE/diary stay"
@@ -160,7 +157,6 @@ def test_a_heterogeneous_job_has_one_fate(client: SlurmClient, tmp_path: Path) -
     assert f"{job.id}+0 PENDING low\n" in rows and f"{job.id}+1 PENDING lowc" in rows
 
 
-@pytest.mark.slow
 def test_a_node_is_lost_under_three_kinds_of_job(
     box: Sandbox, client: SlurmClient, tmp_path: Path
 ) -> None:

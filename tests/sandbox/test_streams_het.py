@@ -1,0 +1,127 @@
+"""A whole service as one heterogeneous job: a node is lost, the job is shrunk, streams go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from submitter_suite import wait
+
+from flexslurm.cli.ask import ask_status
+from flexslurm.cli.stopping import stop_service
+from flexslurm.config.schema import load_section, parse_section
+from flexslurm.config.site import Site
+from flexslurm.errors import FlexslurmError
+from flexslurm.slurm.client import SlurmClient
+from flexslurm.slurm.command import clean_env
+from flexslurm.slurm.sandbox import Sandbox
+from flexslurm.slurm.sandbox_config import SandboxConfig
+from flexslurm.slurm.states import JobState
+from flexslurm.wire.service_dir import ServiceDir
+from tests.sandbox.stream_kit import Load, World
+from tests.service_harness import RunningService, tiny_service
+
+pytestmark = [pytest.mark.shared_service, pytest.mark.long, pytest.mark.timeout(240)]
+MAIN = [sys.executable, "-c", "from flexslurm.cli.main import main; main()"]
+SANDBOX = """\
+nodes:
+  s: {count: 3, gpu_type: a100, gpus: 1}
+  c: {}
+gpu_types: {a100: {}}
+partitions:
+  low: {nodes: [s], default: true}
+  cpu: {nodes: [c]}
+head_partition: cpu
+kill_wait: 4s
+slurmd_timeout: 10s
+"""
+Report = Callable[[str, object], None]
+
+
+def submit(box: Sandbox, slurm: SlurmClient, home: Path, model: Path, root: Path) -> str:
+    """The job of the rendered script: the head on a node of its own, and three GPU nodes."""
+    site = yaml.safe_load(box.site_file.read_text())
+    site["gpu_types"]["a100"]["memory"] = "4MiB"
+    site["env"] = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    asked = tiny_service(model, [("a100", 1, 3)], memory_fraction=1.0)
+    asked["pool"][0]["partition"] = "low"
+    for name, data in (("site.yaml", site), ("service.yaml", asked)):
+        (home / name).write_text(yaml.safe_dump(data))
+    done = subprocess.run(
+        [*MAIN, "script", str(home / "service.yaml"), "--site", str(home / "site.yaml"),
+         "--head-node", "--service-dir", str(home / "service"), "--to", str(home / "job.sh")],
+        env=clean_env(str(box.conf)), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return slurm.submit(home / "job.sh", cwd=home).base
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, root: Path) -> Iterator[World]:
+    home = tmp_path_factory.mktemp("het")
+    box = Sandbox(home / "box", parse_section(SandboxConfig, SANDBOX, "sandbox.yaml"))
+    box.up()
+    try:
+        site = load_section(Site, box.site_file)
+        slurm = SlurmClient(site.slurm)
+        job = submit(box, slurm, home, tiny_model, root)
+        directory = ServiceDir(home / "service")
+
+        def serves() -> bool:
+            assert not slurm.jobs([job])[job].state.over, (home / "job.sh").read_text()
+            try:
+                told = ask_status(directory)
+            except FlexslurmError:
+                return False
+            return told.state == "serving" and len(told.fragments) == 3
+
+        wait(serves, 90, "the service in the job serves")
+        service = RunningService(directory, None)  # type: ignore[arg-type]
+        load = Load(lambda: service.endpoint, tiny_model)
+        yield World(box, site, service, load, slurm, home)
+        stop_service(directory, 0.0, 30.0, lambda line: None)
+    finally:
+        box.down()
+
+
+def in_use(here: World) -> dict[str, str]:
+    """Fragments that serve or could, and their nodes."""
+    here.service.until(lambda status: status.state == "serving")
+    found = here.service.status().fragments
+    return {f.name: f.node for f in found if f.state in ("serving", "ready") and f.node}
+
+
+def component(here: World) -> str:
+    """The job id of the component with GPUs, and that it runs."""
+    rows = here.slurm.call("squeue", "-h", "-O", "JobID:20,Partition:20,State:20").out.splitlines()
+    found = [row.split() for row in rows if " low " in row]
+    assert [row[2] for row in found] == ["RUNNING"], rows
+    return found[0][0]
+
+
+def test_a_node_that_is_not_the_head_s_is_lost(here: World, record_property: Report) -> None:
+    fragment, node = next(iter(in_use(here).items()))
+    here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
+    job = component(here)
+    wait(lambda: node not in here.slurm.jobs([job])[job].nodes, 40, "Slurm has taken it out")
+    assert here.slurm.jobs([job])[job].state is JobState.RUNNING
+    assert fragment not in in_use(here)
+
+
+def test_the_job_is_shrunk(here: World, record_property: Report) -> None:
+    """Slurm kills what runs on the node that goes, without a word."""
+    known = in_use(here)
+    fragment, node = list(known.items())[-1]
+    rest = ",".join(sorted(set(known.values()) - {node}))
+    job = component(here)
+    shrink = ("scontrol", "update", f"jobid={job}", f"nodelist={rest}")
+    here.act(
+        "het job: shrunk by scontrol", fragment,
+        lambda: here.slurm.call(*shrink, cwd=here.scratch), record_property,
+    )  # fmt: skip
+    assert node not in here.slurm.jobs([job])[job].nodes
+    assert fragment not in in_use(here)
