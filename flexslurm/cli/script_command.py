@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--head-node",
     is_flag=True,
-    help="A first component without GPUs for the head, as the site's 'head' says: then the loss of "
-    "a GPU node is never the head's.",
+    help="A first component without GPUs for the head, as the site's 'head' says.",
 )
 @shared.TO_FILE
 @shared.FORCE
@@ -43,7 +42,7 @@ def script(
     from flexslurm.cli.hooks_commands import own_command
     from flexslurm.cli.launch import service_directory
     from flexslurm.config.check import load_pair
-    from flexslurm.slurm.serve import ServeCall, read_components, serve_script
+    from flexslurm.slurm.serve import ServeCall, loss_in_words, read_components, serve_script
 
     pair = load_pair(service_file, site_file, cluster="allocation")
     service, site = pair.service.value, pair.site.value
@@ -57,6 +56,7 @@ def script(
         directory.path.absolute(),
     )  # fmt: skip
     _put(serve_script(pool, site, call, head_node=head_node), target, force)
+    click.echo(f"note: {loss_in_words(pool, head_node=head_node)}", err=True)
 
 
 def _check(entry: Fragment, site: Site) -> None:

@@ -36,6 +36,7 @@ _HEAD = """\
 # Each component of the job is one kind of node. Slurm starts all of them together and preempts all
 # of them together: for a service that outlives its preemption piece by piece, use flexslurm launch
 # from a login node instead.
+# {loss}
 """
 _BODY = """\
 
@@ -92,14 +93,30 @@ def serve_script(
         components.insert(0, _head_component(site, comment))
     options = [_line(option) for option in _whole_job(pool, site, call)]
     lines = [*options, "\n#SBATCH hetjob\n".join(" ".join(["#SBATCH", *c]) for c in components)]
+    loss = loss_in_words(pool, head_node=head_node)
     before = "" if call is None else _before(site, call)
     launch = 'flexslurm launch "$@"' if call is None else call.launch()
     return (
-        _HEAD.format(usage=usage, pool=text)
+        _HEAD.format(usage=usage, pool=text, loss=loss)
         + "\n".join(lines)
         + "\n"
         + _BODY.format(before=before, launch=launch)
     )
+
+
+def loss_in_words(pool: Sequence[Fragment], *, head_node: bool = False) -> str:
+    """What the loss of a node means for the job.
+
+    With --no-kill slurmctld takes a lost node out of a job of several nodes and ends a job of one.
+    It asks each component of a heterogeneous job so, whichever of them the node belonged to
+    (kill_running_job_by_node_name in slurmctld/job_mgr.c; seen with 22.05).
+    """
+    counts = [fragment.count for fragment in _merged(pool)] + [1] * head_node
+    if min(counts) > 1:
+        return "It outlives the loss of a node, of any but the first."
+    if len(counts) == 1:
+        return "It ends with its node."
+    return "It ends with any node: it would outlive one only if each component had two or more."
 
 
 def read_components(text: str) -> list[Fragment]:

@@ -15,7 +15,7 @@ from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.service import Fragment
 from flexslurm.config.site import Site
 from flexslurm.errors import ConfigError
-from flexslurm.slurm.serve import ServeCall, read_components, serve_script
+from flexslurm.slurm.serve import ServeCall, loss_in_words, read_components, serve_script
 
 GOLDEN = Path(__file__).parent / "slurm"
 CALL = ServeCall(
@@ -84,6 +84,25 @@ def test_the_head_on_a_node_of_its_own(full: Site) -> None:
 def test_entries_of_one_kind_are_one_component(full: Site) -> None:
     text = serve_script(read_components("spare/a100:4x2,spare/a100:4,spare/a100:2"), full)
     assert text.count("#SBATCH hetjob") == 1 and "--nodes=3" in text
+
+
+@pytest.mark.parametrize(
+    ("components", "head_node", "words"),
+    [
+        ("a100:4x3", False, "It outlives the loss of a node, of any but the first."),
+        ("a100:4x3,slice:1x2", False, "It outlives the loss"),
+        ("a100:4", False, "It ends with its node."),
+        ("a100:4x3,slice:1", False, "It ends with any node"),
+        ("a100:4x3", True, "It ends with any node"),
+        ("a100:4,a100:4", False, "It outlives the loss"),
+    ],
+)
+def test_what_the_loss_of_a_node_means_is_said(
+    components: str, head_node: bool, words: str, full: Site
+) -> None:
+    pool = read_components(components)
+    assert f"# {words}" in serve_script(pool, full, head_node=head_node)
+    assert loss_in_words(pool, head_node=head_node).startswith(words)
 
 
 @pytest.mark.parametrize(

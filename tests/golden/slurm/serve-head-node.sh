@@ -7,6 +7,7 @@
 # Each component of the job is one kind of node. Slurm starts all of them together and preempts all
 # of them together: for a service that outlives its preemption piece by piece, use flexslurm launch
 # from a login node instead.
+# It ends with any node: it would outlive one only if each component had two or more.
 #SBATCH --job-name=flexslurm.chat
 #SBATCH --output=flexslurm.chat.%j.log
 #SBATCH --open-mode=append
