@@ -99,6 +99,11 @@ class Shift:
         return not LEGAL[self.phase]
 
     @property
+    def before_the_pause(self) -> bool:
+        """Whether the old gear still serves as if nothing were under way."""
+        return self.phase in (Phase.PREPARE, Phase.INSTALL, Phase.TRANSFER)
+
+    @property
     def replaced(self) -> tuple[ReplicaKey, ...]:
         """Replicas that serve and are to go."""
         if self.old is None:

@@ -238,6 +238,10 @@ class Control:
     def _on_wanted(self, now: float, gear: Gear | None, reason: str) -> list[Action]:
         self.pinned = gear
         self._plan.soon(now)
+        old, shift = self.current, self.shift
+        stays = old is not None and old.gear == gear and not old.lost
+        if stays and shift is not None and shift.before_the_pause:
+            shift.fail(now, f"called off: the gear in place was asked for ({reason})")
         wanted = gear.layout() if gear is not None else "the policy's choice"
         return [Say(f"wanted: {wanted} ({reason})")]
 

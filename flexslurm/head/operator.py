@@ -60,6 +60,8 @@ class Operator:
             return ShiftAnswer(to=BEST, lines=("the policy chooses the gear again",))
         current = self._control.current
         if current is not None and current.gear == gear and not current.lost:
+            if not dry_run:  # it is to stay, and a shift away from it is called off
+                self._tell(ShiftWanted(gear, "flexslurm shift"))
             return ShiftAnswer(to=gear.layout(), lines=("that gear is in place",))
         now = self._now()
         ask = self._control.preview(now, gear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from flexslurm.control.actions import (
@@ -15,12 +16,23 @@ from flexslurm.control.actions import (
     Send,
     SwitchOver,
 )
-from flexslurm.control.events import Cordon, CutOver, Heard, MoveFailed, Parked, Transferred
+from flexslurm.control.events import (
+    Cordon,
+    CutOver,
+    Heard,
+    MoveFailed,
+    Parked,
+    ShiftWanted,
+    Transferred,
+)
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import LEGAL, Mode, Phase
+from flexslurm.gear import Signature
 from flexslurm.messages import AgentBye, Install, LeaveNotice, ReleaseAgent, Retire, StopWorkers
-from tests.unit.control_planners import OneReplicaPerNode
+from tests.unit.control_planners import OneReplicaPerNode, OneStagePerNode
 from tests.unit.control_world import World
+
+ONE_NODE = Signature.parse("a100:2")
 
 
 def replicas_world(*names: str, mode: Mode = Mode.RECOMPUTE) -> World:
@@ -328,3 +340,28 @@ def test_the_table_has_an_end_that_every_phase_can_reach() -> None:
     assert ends == {Phase.COMMIT, Phase.ABORT}
     for phase, after in LEGAL.items():
         assert phase in ends or Phase.ABORT in after
+
+
+@pytest.mark.parametrize("mute", [BeginTransfer, BeginCutover])
+def test_asking_for_the_gear_in_place_calls_off_what_has_not_paused_it(mute: type) -> None:
+    world = shift_world(Mode.BESIDE, mute)
+    assert world.control.current is not None
+    here = world.control.current.gear
+    other = msgspec.structs.replace(
+        here, name="other", replicas=OneStagePerNode().replicas(ONE_NODE)
+    )
+    world.take(ShiftWanted(other, "test"))
+    world.run(1)
+    shift = world.control.shift
+    assert shift is not None and shift.gear == other
+    world.take(ShiftWanted(here, "test"))
+    world.run(1)
+    if mute is BeginTransfer:
+        assert world.control.shift is None
+        assert "called off" in world.control.history[-1].outcome
+    else:
+        assert world.control.shift is shift, "in the pause it is quickest to go on"
+    world.mend()
+    world.run(5)
+    assert world.control.current is not None and world.control.current.gear == here
+    assert world.control.pinned == here and not world.paused
