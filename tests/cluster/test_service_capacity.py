@@ -16,7 +16,7 @@ from tests.shift_ground import Ground, ground, layout
 pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(180)]
 WIDE, NARROW = layout(1, 1), layout(1)
 WANTED = 60
-WAIT_S = 4.0
+WAIT_S = 25.0
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def begin(field: Ground) -> tuple[list[Ask], list[object]]:
     return asks, threads  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_named_beforehand_and_recomputed(tight: Ground) -> None:
     tight.shift_to(WIDE)
     asks, threads = begin(tight)
@@ -73,6 +74,7 @@ def test_what_has_no_room_is_named_beforehand_and_recomputed(tight: Ground) -> N
     tight.check_clean()
 
 
+@pytest.mark.slow
 def test_what_outgrows_the_gear_waits_as_long_as_is_said(tight: Ground) -> None:
     """Longer than the narrow gear holds: it gets what there is room for, and ends as full."""
     tight.shift_to(WIDE)
@@ -126,3 +128,42 @@ def test_a_drained_fragment_leaves_with_its_streams_moved(tight: Ground) -> None
     tight.mend(2)
     tight.shift_to(WIDE)
     tight.check_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    ["kill={pid}", *(pytest.param(one, marks=pytest.mark.long) for one in ("stop={pid}", "exit"))],
+)
+def test_a_loss_while_serving_stops_for_want_of_memory(tight: Ground, fault: str) -> None:
+    """Both gears do not fit beside each other: what is parked is lost with its worker, or not."""
+    phases = ["shift.park", "shift.install", "shift.cutover", "shift.commit"]
+    points = ["transfer.park", "install.weights", "cutover.pull"] if fault == "exit" else phases
+    for number, point in enumerate(points):
+        tight.restore(2, WIDE)
+        asks, threads = begin(tight)
+        pids = [seat.gpu.pid for seat in tight.used()]
+        if fault == "exit":  # whichever of them comes there, but not what is started instead
+            tight.arm(*(f"{point}@{pid}:1:exit" for pid in pids))
+        else:
+            tight.arm(f"{point}:1:{fault.format(pid=pids[number % 2])}")
+        tight.ask_for(NARROW)
+        tight.wait_struck(asks)
+        finish(threads, 120)  # type: ignore[arg-type]
+        check(asks, tight.expected)
+    tight.restore(2, WIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_parking_on_a_full_disk_or_with_broken_blocks_costs_a_recompute(tight: Ground) -> None:
+    for text in ("transfer.park:1+:full", "transfer.park:2:raise", "cutover.pull:1+:raise"):
+        tight.restore(2, WIDE)
+        asks, threads = begin(tight)
+        tight.arm(text)
+        line = tight.shift_to(NARROW)
+        assert tight.struck(), text
+        finish(threads, 120)  # type: ignore[arg-type]
+        check(asks, tight.expected)
+        assert line["outcome"] == "committed" and float(line["sequences_recomputed"]) > 0, line
+    tight.restore(2, WIDE)
