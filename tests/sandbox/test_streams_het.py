@@ -20,7 +20,6 @@ from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.slurm.sandbox_config import SandboxConfig
-from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import ServiceDir
 from tests.sandbox.stream_kit import Load, World
 from tests.service_harness import RunningService, tiny_service
@@ -29,13 +28,12 @@ pytestmark = [pytest.mark.shared_service, pytest.mark.long, pytest.mark.timeout(
 MAIN = [sys.executable, "-c", "from flexslurm.cli.main import main; main()"]
 SANDBOX = """\
 nodes:
-  s: {count: 3, gpu_type: a100, gpus: 1}
-  c: {}
-gpu_types: {a100: {}}
+  s: {count: 2, gpu_type: a100, gpus: 1}
+  t: {count: 2, gpu_type: l40s, gpus: 1}
+gpu_types: {a100: {}, l40s: {}}
 partitions:
-  low: {nodes: [s], default: true}
-  cpu: {nodes: [c]}
-head_partition: cpu
+  first: {nodes: [s], default: true}
+  second: {nodes: [t]}
 kill_wait: 4s
 slurmd_timeout: 10s
 """
@@ -43,17 +41,22 @@ Report = Callable[[str, object], None]
 
 
 def submit(box: Sandbox, slurm: SlurmClient, home: Path, model: Path, root: Path) -> str:
-    """The job of the rendered script: the head on a node of its own, and three GPU nodes."""
+    """The job of the rendered script: two components of two nodes, the head on the first.
+
+    With fewer nodes in any component Slurm ends the whole job when any node is lost.
+    """
     site = yaml.safe_load(box.site_file.read_text())
-    site["gpu_types"]["a100"]["memory"] = "4MiB"
+    for gpu_type in site["gpu_types"].values():
+        gpu_type["memory"] = "4MiB"
     site["env"] = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    asked = tiny_service(model, [("a100", 1, 3)], memory_fraction=1.0)
-    asked["pool"][0]["partition"] = "low"
+    asked = tiny_service(model, [("a100", 1, 2), ("l40s", 1, 2)], memory_fraction=1.0)
+    for entry, partition in zip(asked["pool"], ("first", "second"), strict=True):
+        entry["partition"] = partition
     for name, data in (("site.yaml", site), ("service.yaml", asked)):
         (home / name).write_text(yaml.safe_dump(data))
     done = subprocess.run(
         [*MAIN, "script", str(home / "service.yaml"), "--site", str(home / "site.yaml"),
-         "--head-node", "--service-dir", str(home / "service"), "--to", str(home / "job.sh")],
+         "--service-dir", str(home / "service"), "--to", str(home / "job.sh")],
         env=clean_env(str(box.conf)), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -77,7 +80,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, root: Path)
                 told = ask_status(directory)
             except FlexslurmError:
                 return False
-            return told.state == "serving" and len(told.fragments) == 3
+            return told.state == "serving" and len(told.fragments) == 4
 
         wait(serves, 90, "the service in the job serves")
         service = RunningService(directory, None)  # type: ignore[arg-type]
@@ -95,33 +98,28 @@ def in_use(here: World) -> dict[str, str]:
     return {f.name: f.node for f in found if f.state in ("serving", "ready") and f.node}
 
 
-def component(here: World) -> str:
-    """The job id of the component with GPUs, and that it runs."""
+def component(here: World, partition: str) -> str:
+    """The job id of a component, which runs."""
     rows = here.slurm.call("squeue", "-h", "-O", "JobID:20,Partition:20,State:20").out.splitlines()
-    found = [row.split() for row in rows if " low " in row]
+    found = [row.split() for row in rows if f" {partition} " in row]
     assert [row[2] for row in found] == ["RUNNING"], rows
     return found[0][0]
 
 
-def test_a_node_that_is_not_the_head_s_is_lost(here: World, record_property: Report) -> None:
-    fragment, node = next(iter(in_use(here).items()))
+def test_a_node_is_lost_and_then_the_job_is_shrunk(here: World, record_property: Report) -> None:
+    """In this order: a component of one node that is left would take the job with it."""
+    fragment, node = next(f for f in in_use(here).items() if f[1].startswith("t"))
     here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
-    job = component(here)
-    wait(lambda: node not in here.slurm.jobs([job])[job].nodes, 40, "Slurm has taken it out")
-    assert here.slurm.jobs([job])[job].state is JobState.RUNNING
-    assert fragment not in in_use(here)
+    second = component(here, "second")
+    wait(lambda: node not in here.slurm.jobs([second])[second].nodes, 40, "Slurm has taken it out")
+    assert component(here, "second") == second and fragment not in in_use(here)
 
-
-def test_the_job_is_shrunk(here: World, record_property: Report) -> None:
-    """Slurm kills what runs on the node that goes, without a word."""
-    known = in_use(here)
-    fragment, node = list(known.items())[-1]
-    rest = ",".join(sorted(set(known.values()) - {node}))
-    job = component(here)
-    shrink = ("scontrol", "update", f"jobid={job}", f"nodelist={rest}")
+    fragment, node = next(f for f in in_use(here).items() if f[1] == "s2")
+    first = component(here, "first")
+    shrink = ("scontrol", "update", f"jobid={first}", "nodelist=s1")
     here.act(
         "het job: shrunk by scontrol", fragment,
         lambda: here.slurm.call(*shrink, cwd=here.scratch), record_property,
     )  # fmt: skip
-    assert node not in here.slurm.jobs([job])[job].nodes
-    assert fragment not in in_use(here)
+    assert node not in here.slurm.jobs([first])[first].nodes
+    assert component(here, "first") == first and fragment not in in_use(here)
