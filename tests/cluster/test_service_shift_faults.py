@@ -132,7 +132,11 @@ def test_a_worker_is_killed(small: Ground, half: tuple[str, ...], who: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("half", "who"), [(PHASES[:3], "target"), (PHASES[3:], "source")], ids=["serving", "pausing"]
+    ("half", "who"),
+    [
+        pytest.param(PHASES[:3], "target", marks=pytest.mark.long, id="serving"),
+        pytest.param(PHASES[3:], "source", id="pausing"),
+    ],
 )
 def test_a_worker_hangs(small: Ground, half: tuple[str, ...], who: str) -> None:
     """It is ended when it has been silent for three times `lost_after`, or does not close."""
@@ -144,6 +148,7 @@ def test_a_worker_hangs(small: Ground, half: tuple[str, ...], who: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES[1:4] + PHASES[5:])
 def test_a_node_is_gone(small: Ground, phase: str) -> None:
     """First one that the new gear needs and the old does not, then one of the old."""
@@ -178,6 +183,7 @@ def test_the_head_is_killed(small: Ground, half: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_hangs_in_an_install_or_in_closing_is_ended(small: Ground) -> None:
     for text in ("install.weights:1:hang", "install.groups:1:hang", "retire:1:hang"):
         assert small.strike(text, to=LARGE)
@@ -185,6 +191,7 @@ def test_what_hangs_in_an_install_or_in_closing_is_ended(small: Ground) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_pull_that_is_never_answered_ends_the_attempt(small: Ground) -> None:
     lines = small.strike("cutover.pull:1:hang", to=LARGE)
     assert lines
