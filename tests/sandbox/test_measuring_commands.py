@@ -25,7 +25,8 @@ def test_a_profile_is_measured_by_a_job(
     code = run([
         "profile", str(tiny_model), "--site", str(slurm_sandbox.site_file), "--gpu-type", "l40s",
         "--tp", "2", "--partition", "scavenge", "--dtype", "float64", "--max-batch", "2",
-        "--max-tokens", "8", "--max-context", "32", "--block-tokens", "16", "--out", str(tmp_path),
+        "--max-tokens", "8", "--max-context", "32", "--block-tokens", "16", "--no-serve",
+        "--out", str(tmp_path),
     ])  # fmt: skip
     said = capsys.readouterr()
     assert code == 0, said.err
@@ -33,7 +34,6 @@ def test_a_profile_is_measured_by_a_job(
     (file,) = tmp_path.iterdir()
     profile = read_profile(file.read_text(), str(file))
     assert profile.kind == ("l40s", 2)
-    assert profile.head is not None, "the model was served within the job"
 
 
 @pytest.fixture(scope="module")
