@@ -79,14 +79,18 @@ class Daemons:
             return [_program("slurmdbd")]
         if name == "mariadbd" and self.accounting:
             return sandbox_accounting.mariadbd(_program("mariadbd"), layout)
-        if name not in self.config.all_nodes():
-            known = ", ".join(self.all())
-            raise EnvironmentFault(f"the sandbox has no '{name}'", hint=f"it has {known}")
+        self._check(name)
         slurmd = [_program("slurmd"), "-N", name, "-f", str(layout.conf)]
         return slurmd if self.network is None else self.network.inside(name, slurmd)
 
+    def _check(self, name: str) -> None:
+        if name not in self.all():
+            known = ", ".join(self.all())
+            raise EnvironmentFault(f"the sandbox has no '{name}'", hint=f"it has {known}")
+
     def of(self, name: str, members: Sequence[Process]) -> list[Process]:
         """What is lost with a daemon: for a node all that runs there, jobs' processes included."""
+        self._check(name)
         if name in ("munged", "slurmctld", *sandbox_accounting.SERVICES):
             return [process for process in members if process.name == name]
         tops = [process for process in members if _on_node(process, name)]

@@ -112,7 +112,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 
 
 @possible
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared_service
 @pytest.mark.timeout(240)
 def test_a_link_is_cut_and_comes_back(here: World, record_property: Report) -> None:
@@ -143,7 +143,7 @@ def test_a_link_is_cut_and_comes_back(here: World, record_property: Report) -> N
 
 
 @possible
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.shared_service
 @pytest.mark.timeout(240)
 def test_a_short_cut_is_no_loss(here: World) -> None:
