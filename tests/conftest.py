@@ -42,12 +42,14 @@ settings.load_profile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their directory."""
+    """Mark tests by their directory. Benches are for a quiet machine: `make bench`, not CI."""
     for item in items:
         parts = item.path.relative_to(ROOT).parts
         for name in ("cluster", "sandbox"):
             if name in parts:
                 item.add_marker(name)
+        if "bench" in parts:
+            item.add_marker("long")
 
 
 @pytest.hookimpl(optionalhook=True)

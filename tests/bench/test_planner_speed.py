@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SETUP = """
 import json, resource, time
