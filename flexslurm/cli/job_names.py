@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UNSENT", "head_job", "pilot_job", "with_ids"]
 
+
 def with_ids(pilots: Pilots, service: str, submitter: Submitter, local: Submitter) -> Pilots:
     """The same with the ids of what was submitted all the same; what was not is left out.
 

@@ -145,12 +145,12 @@ class StatusAnswer(Message, frozen=True, tag="answer.status"):
     """A line for each entry of the pool: what is wanted, what there is, why no more comes."""
     judgement: str = ""
     """The three figures of the shifts so far, in words."""
-    figures: dict[str, float | None] = {}
+    figures: dict[str, float | None] = msgspec.field(default_factory=dict)
     """The same for programs: `throughput_kept_during`, `throughput_kept_after` (shifts),
     `requests_succeeded`, `time_shifting`, each a share, and `paused_s`; null where none is known.
     """
     decisions: tuple[dict[str, float | str], ...] = ()
     """The last decisions: `s_ago`, `verdict` (`shift`, `stay`, `wait`) and `reason`."""
-    measured: dict[str, Any] = {}
+    measured: dict[str, Any] = msgspec.field(default_factory=dict)
     """`windows`: the last whole one and the one before it; `corrections`: measured over estimated
     tokens per second, by gear; `losses`: expected of one pilot in an hour, by its kind."""

@@ -33,7 +33,7 @@ def wanted(config: SandboxConfig) -> bool:
     return bool(config.qos)
 
 
-def slurm_conf_lines(config: SandboxConfig, ports: Mapping[str, int]) -> list[str]:
+def slurm_conf_lines(config: SandboxConfig, layout: Layout, ports: Mapping[str, int]) -> list[str]:
     """What slurm.conf says of accounting and preemption."""
     if not wanted(config):
         return list(PLAIN_ACCOUNTING)
@@ -41,6 +41,8 @@ def slurm_conf_lines(config: SandboxConfig, ports: Mapping[str, int]) -> list[st
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
         f"AccountingStoragePort={ports['slurmdbd']}",
+        # with munge the password is the socket; AuthInfo does not count here
+        f"AccountingStoragePass={layout.munge_socket}",
         "AccountingStorageEnforce=associations,qos",
         "PreemptType=preempt/qos",
     ]

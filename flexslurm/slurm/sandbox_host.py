@@ -170,7 +170,7 @@ def write_files(
     _write(layout.munge_key, secrets.token_bytes(128))
     host = socket.gethostname().split(".")[0]
     user = pwd.getpwuid(os.geteuid()).pw_name
-    accounting = sandbox_accounting.slurm_conf_lines(config, ports)
+    accounting = sandbox_accounting.slurm_conf_lines(config, layout, ports)
     text = sandbox_files.slurm_conf(config, layout, ports, host, user, network, accounting)
     _write(layout.conf, text)
     if sandbox_accounting.wanted(config):

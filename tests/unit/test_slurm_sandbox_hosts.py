@@ -85,11 +85,17 @@ def test_where_there_can_be_no_hosts(
     assert caught.value.hint or words == "at most"
 
 
-def test_accounting_is_written_only_where_it_is_asked_for(config: SandboxConfig) -> None:
-    lines = sandbox_accounting.slurm_conf_lines(config, PORTS)
+def test_accounting_is_written_only_where_it_is_asked_for(
+    config: SandboxConfig, tmp_path: Path
+) -> None:
+    layout = Layout(tmp_path, tmp_path / "run")
+    lines = sandbox_accounting.slurm_conf_lines(config, layout, PORTS)
+    assert f"AccountingStoragePass={layout.munge_socket}" in lines
     assert "PreemptType=preempt/qos" in lines and "AccountingStoragePort=5" in lines
     plain = config.model_copy(update={"qos": {}})
-    assert "PreemptType=preempt/partition_prio" in sandbox_accounting.slurm_conf_lines(plain, {})
+    assert "PreemptType=preempt/partition_prio" in sandbox_accounting.slurm_conf_lines(
+        plain, layout, {}
+    )
 
 
 def test_the_password_is_its_owner_s_alone(
