@@ -1,0 +1,133 @@
+"""Decisions of a whole service: a gear left for the load's sake, pilots that stay cordoned."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli import launch as launching
+from flexslurm.cli import submitting
+from flexslurm.cli.ask import ask
+from flexslurm.cli.show import render_status
+from flexslurm.messages import CordonAsk, DrainAsk, ShiftAsk, StatusAnswer
+from tests.service_harness import (
+    RunningService,
+    check,
+    finish,
+    oracle,
+    running,
+    some_asks,
+    tiny_service,
+    tiny_site,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.shared_service, pytest.mark.timeout(180)]
+
+WINDOW_S = 3.0
+SLOW = "a100 tp1 [0,6)"
+STREAMS, LONG = 12, 300
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
+    """Three virtual GPUs that compute slowly, so that a few streams are a load."""
+    home = tmp_path_factory.mktemp("policy")
+    settings = tiny_service(tiny_model, [("a100", 3, 1)], max_batch=4)
+    settings["profiling"] = {"interval_sec": 0.1, "window_minutes": WINDOW_S / 60}
+    settings["decisions"] = {"min_action_gap_sec": 1, "migration_benefit_ratio": 1.3}
+    site = tiny_site()
+    site["gpu_types"]["a100"]["virtual"] = {"speed": 0.3}
+    with running(home, settings, site) as service:
+        yield service
+
+
+def test_load_makes_an_optional_shift_and_no_stream_notices(
+    service: RunningService, tiny_model: Path
+) -> None:
+    expected = oracle(tiny_model, some_asks(STREAMS, LONG))
+    best = service.until(lambda s: s.state == "serving" and s.gear is not None).gear
+    assert best is not None and best.layout() != SLOW
+    ask(service.directory, ShiftAsk(to=SLOW), 10.0)
+    service.until(lambda s: gear_of(s) == SLOW and s.state == "serving")
+    ask(service.directory, ShiftAsk(to="best"), 10.0)
+    idle = service.until(lambda s: len(s.measured.get("windows", ())) == 2)
+    time.sleep(WINDOW_S)
+    idle = service.status()
+    assert gear_of(idle) == SLOW, "nobody asked for more than it does"
+    assert "1.00 times" in idle.reason or "below the benefit ratio" in idle.reason, idle.reason
+
+    asks = some_asks(STREAMS, LONG)
+    began = time.monotonic()
+    threads = service.start(asks)
+    status = service.until(lambda s: gear_of(s) not in (SLOW, None) and s.state == "serving")
+    last = status.shifts[-1]
+    waited_s = time.monotonic() - float(last["started_s_ago"]) - began
+    assert waited_s >= 1.4 * WINDOW_S, "two windows must agree"
+    assert any(ask.finish is None for ask in asks), "the load was over before"
+    finish(threads, 120)  # type: ignore[arg-type]
+    check(asks, expected)
+
+    assert "is estimated at" in str(last["why"]) and "saturated" in str(last["why"]), last
+    assert last["outcome"] == "committed" and last["sequences_recomputed"] == 0, last
+    verdicts = [decision["verdict"] for decision in status.decisions]
+    assert "stay" in verdicts and "shift" in verdicts
+    assert f"shift: {last['why']}" in render_status(status)
+    figures = service.status().figures
+    assert figures["requests_succeeded"] == 1.0
+    assert 0.0 < float(figures["time_shifting"] or 0) < 1.0
+    assert float(figures["throughput_kept_during"] or 0) > 0.0
+    page = metrics(service)
+    assert 'outcome="committed"} ' in page and "flexslurm_shift_duration_seconds_count" in page
+    shifts = [line for line in page.splitlines() if line.startswith("flexslurm_shifts_total")]
+    assert sum(float(line.rpartition(" ")[2]) for line in shifts) == len(status.shifts)
+    for name in ("throughput_kept_during", "requests_succeeded", "time_shifting"):
+        assert f"flexslurm_{name}_ratio{{" in page, name
+
+
+def gear_of(status: StatusAnswer) -> str | None:
+    return status.gear.layout() if status.gear is not None else None
+
+
+def metrics(service: RunningService) -> str:
+    with urllib.request.urlopen(f"{service.endpoint}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_cordon_and_drain_outlive_the_head(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> None:
+    """One pilot of three is cordoned, one drained; the head is killed and launched again."""
+    home = tmp_path_factory.mktemp("cordons")
+    with running(home, tiny_service(tiny_model, [("a100", 1, 3)]), tiny_site()) as service:
+        service.until(lambda s: s.state == "serving" and used(s) == {"a100-1", "a100-2", "a100-3"})
+        ask(service.directory, CordonAsk(fragment="a100-2"), 10.0)
+        ask(service.directory, DrainAsk(fragment="a100-3"), 10.0)
+        service.until(lambda s: used(s) == {"a100-1"} and s.state == "serving")
+        here = {"serving", "ready", "cordoned", "leaving"}
+        gone = service.until(lambda s: states(s).get("a100-3") not in here)
+        assert states(gone)["a100-2"] == "cordoned"
+        before = gone.head
+        service.kill("flexslurm.head.main")
+        said: list[str] = []
+        submitting.execute(service.plan, said.append)
+        launching.wait_until_serving(service.plan, said.append, 60)
+        again = service.until(lambda s: s.head != before and states(s).get("a100-2") == "cordoned")
+        assert used(again) == {"a100-1"}
+        deadline = time.monotonic() + 3  # as long as a pilot that may be used takes to be
+        while time.monotonic() < deadline:
+            assert used(service.status()) == {"a100-1"}
+            time.sleep(0.1)
+        ask(service.directory, CordonAsk(fragment="a100-2", cordon=False), 10.0)
+        service.until(lambda s: used(s) == {"a100-1", "a100-2"} and s.state == "serving")
+
+
+def used(status: StatusAnswer) -> set[str]:
+    return {f.name for f in status.fragments if any(gpu.slot for gpu in f.gpus)}
+
+
+def states(status: StatusAnswer) -> dict[str, str]:
+    return {f.name: f.state for f in status.fragments}
