@@ -159,6 +159,8 @@ def enrol(
         if qos.preempts:
             names = ",".join(qos.preempts)
             ask(["sacctmgr", "-i", "modify", "qos", name, "set", f"Preempt={names}"])
-    ask(["sacctmgr", "-i", "add", "account", _ACCOUNT])
     all_qos = ",".join(["normal", *config.qos])
+    # root has an account of its own with every cluster
+    ask(["sacctmgr", "-i", "modify", "cluster", "sandbox", "set", f"QOS={all_qos}"])
+    ask(["sacctmgr", "-i", "add", "account", _ACCOUNT])
     ask(["sacctmgr", "-i", "add", "user", user, f"Account={_ACCOUNT}", f"QOS={all_qos}"])

@@ -36,7 +36,7 @@ KEPT, BACK, GONE = "a100-1", "a100-2", "a100-3"
 MISSING = sandbox_host.missing_packages(parse_section(SandboxConfig, SANDBOX, "sandbox.yaml"))
 pytestmark = [
     pytest.mark.shared_service,
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(MISSING), reason=f"needs Debian's packages {' '.join(MISSING)}"),
 ]
