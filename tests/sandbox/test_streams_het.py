@@ -1,10 +1,11 @@
-"""A whole service as one heterogeneous job: a node is lost, the job is shrunk, streams go on."""
+"""A whole service as one heterogeneous job: a node is lost, streams go on."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from flexslurm.wire.service_dir import ServiceDir
 from tests.sandbox.stream_kit import Load, World
 from tests.service_harness import RunningService, tiny_service
 
-pytestmark = [pytest.mark.shared_service, pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.shared_service, pytest.mark.slow, pytest.mark.timeout(240)]
 MAIN = [sys.executable, "-c", "from flexslurm.cli.main import main; main()"]
 SANDBOX = """\
 nodes:
@@ -40,17 +41,21 @@ slurmd_timeout: 10s
 Report = Callable[[str, object], None]
 
 
-def submit(box: Sandbox, slurm: SlurmClient, home: Path, model: Path, root: Path) -> str:
-    """The job of the rendered script: two components of two nodes, the head on the first.
+BOTH = (("first", "a100"), ("second", "l40s"))
+"""Components of two nodes: with fewer in any, Slurm ends the whole job when any node is lost."""
 
-    With fewer nodes in any component Slurm ends the whole job when any node is lost.
-    """
+
+def submit(
+    box: Sandbox, slurm: SlurmClient, home: Path, model: Path, root: Path,
+    pool: Sequence[tuple[str, str]],
+) -> str:  # fmt: skip
+    """The job of the rendered script, the head on its first node; the pool by partition."""
     site = yaml.safe_load(box.site_file.read_text())
     for gpu_type in site["gpu_types"].values():
         gpu_type["memory"] = "4MiB"
     site["env"] = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    asked = tiny_service(model, [("a100", 1, 2), ("l40s", 1, 2)], memory_fraction=1.0)
-    for entry, partition in zip(asked["pool"], ("first", "second"), strict=True):
+    asked = tiny_service(model, [(t, 1, 2) for _, t in pool], memory_fraction=1.0)
+    for entry, (partition, _) in zip(asked["pool"], pool, strict=True):
         entry["partition"] = partition
     for name, data in (("site.yaml", site), ("service.yaml", asked)):
         (home / name).write_text(yaml.safe_dump(data))
@@ -63,15 +68,17 @@ def submit(box: Sandbox, slurm: SlurmClient, home: Path, model: Path, root: Path
     return slurm.submit(home / "job.sh", cwd=home).base
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, root: Path) -> Iterator[World]:
-    home = tmp_path_factory.mktemp("het")
+@contextmanager
+def job(
+    home: Path, tiny_model: Path, root: Path, pool: Sequence[tuple[str, str]]
+) -> Iterator[World]:
+    """A sandbox and a service as one job in it."""
     box = Sandbox(home / "box", parse_section(SandboxConfig, SANDBOX, "sandbox.yaml"))
     box.up()
     try:
         site = load_section(Site, box.site_file)
         slurm = SlurmClient(site.slurm)
-        job = submit(box, slurm, home, tiny_model, root)
+        job = submit(box, slurm, home, tiny_model, root, pool)
         directory = ServiceDir(home / "service")
 
         def serves() -> bool:
@@ -80,7 +87,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, root: Path)
                 told = ask_status(directory)
             except FlexslurmError:
                 return False
-            return told.state == "serving" and len(told.fragments) == 4
+            return told.state == "serving" and len(told.fragments) == 2 * len(pool)
 
         wait(serves, 90, "the service in the job serves")
         service = RunningService(directory, None)  # type: ignore[arg-type]
@@ -106,20 +113,33 @@ def component(here: World, partition: str) -> str:
     return found[0][0]
 
 
-def test_a_node_is_lost_and_then_the_job_is_shrunk(here: World, record_property: Report) -> None:
-    """In this order: a component of one node that is left would take the job with it."""
-    fragment, node = next(f for f in in_use(here).items() if f[1].startswith("t"))
-    here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
-    second = component(here, "second")
-    wait(lambda: node not in here.slurm.jobs([second])[second].nodes, 40, "Slurm has taken it out")
-    assert component(here, "second") == second and fragment not in in_use(here)
+def test_a_node_that_is_not_the_head_s_is_lost(
+    tmp_path: Path, tiny_model: Path, root: Path, record_property: Report
+) -> None:
+    """Of the second component; Slurm takes it out, and the job goes on."""
+    with job(tmp_path, tiny_model, root, BOTH) as here:
+        fragment, node = next(f for f in in_use(here).items() if f[1].startswith("t"))
+        here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
+        second = component(here, "second")
+        wait(
+            lambda: node not in here.slurm.jobs([second])[second].nodes,
+            40, "Slurm has taken it out",
+        )  # fmt: skip
+        assert component(here, "second") == second and component(here, "first")
+        assert fragment not in in_use(here)
 
-    fragment, node = next(f for f in in_use(here).items() if f[1] == "s2")
-    first = component(here, "first")
-    shrink = ("scontrol", "update", f"jobid={first}", "nodelist=s1")
-    here.act(
-        "het job: shrunk by scontrol", fragment,
-        lambda: here.slurm.call(*shrink, cwd=here.scratch), record_property,
-    )  # fmt: skip
-    assert node not in here.slurm.jobs([first])[first].nodes
-    assert component(here, "first") == first and fragment not in in_use(here)
+
+def test_a_job_of_one_component_is_shrunk(
+    tmp_path: Path, tiny_model: Path, root: Path, record_property: Report
+) -> None:
+    """Slurm shrinks no heterogeneous job. What runs on the node that goes is killed at once."""
+    with job(tmp_path, tiny_model, root, BOTH[:1]) as here:
+        fragment = next(name for name, node in in_use(here).items() if node == "s2")
+        only = component(here, "first")
+        shrink = ("scontrol", "update", f"jobid={only}", "nodelist=s1")
+        here.act(
+            "job shrunk by scontrol", fragment,
+            lambda: here.slurm.call(*shrink, cwd=here.scratch), record_property,
+        )  # fmt: skip
+        assert here.slurm.jobs([only])[only].nodes == ("s1",)
+        assert component(here, "first") == only and fragment not in in_use(here)
