@@ -5,7 +5,7 @@ BIN := .venv/bin
 EVERYDAY := not slow and not long
 SLOW := slow and not long
 
-.PHONY: help venv lint style types layers pytest test test-all bench demo clean
+.PHONY: help venv lint style types layers pytest test test-all bench demo pages clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ bench: venv  ## the benches, one by one
 
 demo: venv  ## serve a small model, lose a node, go on [JSON=FILE]
 	@. tools/env.sh && $(BIN)/flexslurm demo $(if $(JSON),--json $(JSON))
+
+pages: venv  ## make anew what pages say of the code's own tables
+	$(BIN)/python tools/pages
 
 clean:  ## remove what the commands made here (not .venv, not prepared models)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

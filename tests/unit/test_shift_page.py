@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.parametrize("name", ["docs/shift.md", "ARCHITECTURE.md"])
 def test_pages_are_current(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert with_generated(text) == text, "run tools/pages"
+    assert with_generated(text) == text, "run make pages"
 
 
 def test_the_page_has_both() -> None:
