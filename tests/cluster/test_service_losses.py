@@ -13,6 +13,7 @@ import pytest
 from flexslurm.cli import launch as launching
 from flexslurm.cli import submitting
 from tests.service_harness import (
+    Ask,
     RunningService,
     check,
     finish,
@@ -151,9 +152,8 @@ def test_a_killed_head_is_launched_again_and_takes_the_pilots_over(
 
 
 def test_two_hundred_streams_of_mixed_lengths(whole: RunningService, tiny_model: Path) -> None:
-    asks = some_asks(200, 1, seed=3)
-    for number, ask in enumerate(asks):
-        ask.max_tokens = 3 + number % 12
+    mixed = enumerate(some_asks(200, 1, seed=3))
+    asks = [Ask(ask.prompt, 3 + number % 12, ask.sampling) for number, ask in mixed]
     whole.run(asks, 150)
     assert [ask.error for ask in asks] == [""] * 200
     assert [len(ask.tokens) for ask in asks] == [ask.max_tokens for ask in asks]

@@ -159,7 +159,14 @@ class World:
         self.urgent.append(job.base)
 
     def end_urgent(self) -> None:
+        """Cancel those jobs, and wait until nothing of them runs."""
+        if not self.urgent:
+            return
         self.slurm.cancel(self.urgent)
+        wait(
+            lambda: all(self.slurm.jobs([job])[job].state.over for job in self.urgent),
+            30, f"jobs {self.urgent} end",
+        )  # fmt: skip
         self.urgent.clear()
 
     def act(
@@ -218,7 +225,11 @@ def world(
         site = load_section(Site, box.site_file)
         with running(home, asked, raw, 90.0, cluster="slurm") as service:
             load = Load(lambda: service.endpoint, model)
-            yield World(box, site, service, load, SlurmClient(site.slurm), scratch)
+            made = World(box, site, service, load, SlurmClient(site.slurm), scratch)
+            try:
+                yield made
+            finally:
+                made.end_urgent()
     finally:
         box.down()
 

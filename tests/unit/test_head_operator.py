@@ -113,7 +113,14 @@ def test_best_gives_the_choice_back(desk: Desk) -> None:
 def test_the_gear_that_serves_is_no_shift(desk: Desk) -> None:
     answer = desk.shift("a100:2x2")
     assert answer.lines == ("that gear is in place",) and answer.epoch == 0
-    assert not desk.told and not desk.previews.asked
+    assert not desk.previews.asked
+    desk.world.run(3)
+    assert desk.world.serving() == "a100:2x2" and desk.world.control.epoch == 1
+
+
+def test_a_dry_run_of_the_gear_that_serves_tells_nobody(desk: Desk) -> None:
+    assert desk.shift("a100:2x2", dry_run=True).lines == ("that gear is in place",)
+    assert not desk.told
 
 
 @pytest.mark.parametrize(
