@@ -93,7 +93,7 @@ class Story:
             "--cluster", "slurm" if self.cluster.name == "slurm" else "local",
         ]  # fmt: skip
         self.tell("$ flexslurm launch demo.yaml --site site.yaml")
-        command = [sys.executable, "-m", "flexslurm", *words]
+        command = [sys.executable, "-P", "-m", "flexslurm", *words]
         done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
         if done.returncode != 0:
             raise ServiceError(f"the launch failed with exit code {done.returncode}")

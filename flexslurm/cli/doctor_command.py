@@ -226,7 +226,7 @@ def _job_checks(
     client = SlurmClient(None if site is None else site.slurm)
     with _meeting_place(_shared(site)) as directory:
         argv = [
-            sys.executable, "-m", "flexslurm.cli.doctor_probe", f"--directory={directory}",
+            sys.executable, "-P", "-m", "flexslurm.cli.doctor_probe", f"--directory={directory}",
             f"--count={count}", f"--timeout={timeout_s / 4:g}",
             *([] if site_file is None else [f"--site={site_file.absolute()}"]),
             *([] if model is None else [f"--model={model.absolute()}"]),

@@ -195,7 +195,7 @@ def own_command() -> list[str]:
         return [str(beside)]
     found = shutil.which("flexslurm")
     program = "from flexslurm.cli.main import main; main()"
-    return [found] if found else [sys.executable, "-c", program]
+    return [found] if found else [sys.executable, "-P", "-c", program]
 
 
 def _site(path: Path | None) -> Site | None:

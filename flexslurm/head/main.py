@@ -14,7 +14,7 @@ from flexslurm.head.logs import set_up_logging
 
 def head_command(directory: Path) -> tuple[str, ...]:
     """The command line that starts a head."""
-    return (sys.executable, "-m", "flexslurm.head.main", "--service-dir", str(directory))
+    return (sys.executable, "-P", "-m", "flexslurm.head.main", "--service-dir", str(directory))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,7 +38,7 @@ def plan_command(directory: Path, signature: Signature | None) -> tuple[str, ...
     """The command line that plans an allocation; without one, the whole table."""
     where = ("--service-dir", str(directory), "--parent", str(os.getpid()))
     what = () if signature is None else ("--signature", str(signature))
-    return (sys.executable, "-m", "flexslurm.head.plan_process", *where, *what)
+    return (sys.executable, "-P", "-m", "flexslurm.head.plan_process", *where, *what)
 
 
 def read_answer(text: bytes) -> Gear | NoGear:

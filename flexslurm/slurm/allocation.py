@@ -129,7 +129,7 @@ def step_command(
         site.slurm.commands.get("srun", "srun"), f"--jobid={job_id}", f"--job-name={STEP_NAME}",
         "--unbuffered", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
     ]  # fmt: skip
-    task = [sys.executable, "-u", "-m", "flexslurm.slurm.node_step", str(directory)]
+    task = [sys.executable, "-P", "-u", "-m", "flexslurm.slurm.node_step", str(directory)]
     parts: list[str] = []
     for group in dict.fromkeys(node.het_group for node in nodes):
         members = [node for node in nodes if node.het_group == group]
@@ -149,8 +149,8 @@ def order_command(
     """What stands for a pilot's process where the head is."""
     log = spec.log_dir.absolute() / f"{spec.name}.{node.name}.log"
     return (
-        sys.executable, "-m", "flexslurm.slurm.step_order", str(directory), node.name, str(log),
-        f"{kill_wait_s:g}", str(step), *spec.command,
+        sys.executable, "-P", "-m", "flexslurm.slurm.step_order", str(directory), node.name,
+        str(log), f"{kill_wait_s:g}", str(step), *spec.command,
     )  # fmt: skip
 
 

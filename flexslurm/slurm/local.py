@@ -167,7 +167,7 @@ class LocalSubmitter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "flexslurm.slurm.local_job", str(directory)],
+            [sys.executable, "-P", "-m", "flexslurm.slurm.local_job", str(directory)],
             dict(env), setsid=True,
             # Blocked from its first moment: a cancel that comes before it is ready waits for it.
             setsigmask=[signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1],

@@ -108,7 +108,7 @@ class SlurmSubmitter:
         return pilot_script(spec, self.site, command)
 
     def _node_command(self) -> list[str]:
-        return [sys.executable, "-u", "-m", "submitit.core._submit", str(self._folder)]
+        return [sys.executable, "-P", "-u", "-m", "submitit.core._submit", str(self._folder)]
 
     def _executor(self, spec: PilotSpec | HeadSpec) -> GuardedExecutor:
         from flexslurm.slurm.submission import GuardedExecutor

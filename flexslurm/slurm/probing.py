@@ -127,8 +127,8 @@ def library_name() -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMIX_"))}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60.0,
-            check=False, stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True,
+            timeout=60.0, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise EnvironmentFault("loading MPI takes more than 60 s here", hint=MPI_HINT) from None
@@ -140,7 +140,7 @@ def library_name() -> str:
 
 def _command(site: Site | None, options: ProbeOptions) -> list[str]:
     plain = [
-        sys.executable, "-m", "flexslurm.slurm.link_probe", "--ranks", str(options.nodes),
+        sys.executable, "-P", "-m", "flexslurm.slurm.link_probe", "--ranks", str(options.nodes),
         "--pairs", str(options.pairs),
     ]  # fmt: skip
     if site is None or not site.setup:

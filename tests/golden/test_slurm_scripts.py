@@ -52,7 +52,7 @@ head:
 setup: [module load cuda]
 env: {HF_HOME: /scratch/it's mine}
 """
-NODE = ("/opt/py/bin/python", "-u", "-m", "submitit.core._submit", "/svc/jobs")
+NODE = ("/opt/py/bin/python", "-P", "-u", "-m", "submitit.core._submit", "/svc/jobs")
 
 
 @pytest.fixture(scope="module")

@@ -21,5 +21,5 @@ unset SLURM_TRES_PER_TASK
 export HF_HOME='/scratch/it'"'"'s mine'
 export SUBMITIT_EXECUTOR=slurm
 module load cuda
-exec /opt/py/bin/python -u -m submitit.core._submit /svc/jobs
+exec /opt/py/bin/python -P -u -m submitit.core._submit /svc/jobs
 # arguments: []

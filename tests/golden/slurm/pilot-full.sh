@@ -27,7 +27,7 @@ export HF_HOME='/scratch/it'"'"'s mine'
 export GREETING='$HOME; rm -rf /'
 export SUBMITIT_EXECUTOR=slurm
 module load cuda
-srun.tiny --unbuffered --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --output=/svc/logs/a100-1/chat.a100-1.%j.%n.log --open-mode=append /opt/py/bin/python -u -m submitit.core._submit /svc/jobs
+srun.tiny --unbuffered --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --output=/svc/logs/a100-1/chat.a100-1.%j.%n.log --open-mode=append /opt/py/bin/python -P -u -m submitit.core._submit /svc/jobs
 status=$?
 if [ "$status" -eq 75 ] || [ "$status" -eq 143 ]; then
   sleep 1
