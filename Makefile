@@ -3,9 +3,10 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 EVERYDAY := not slow and not long
-SLOW := slow and not long
+SLOW := slow and not long and not sandbox
+SLURM := sandbox and not long
 
-.PHONY: help venv lint style types layers pytest test test-all bench demo pages clean
+.PHONY: help venv lint style types layers pytest test test-slurm test-all bench demo pages clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +31,9 @@ pytest: venv  ## the everyday tests alone
 
 test: lint pytest  ## style, types, layers, the everyday tests and the slow ones
 	tools/pytest -m "$(SLOW)"
+
+test-slurm: venv  ## all that Slurm may do to running streams, on a real one (a quarter of an hour)
+	tools/pytest -m "$(SLURM)"
 
 test-all: lint  ## all tests, the long ones too, and more examples of each property
 	HYPOTHESIS_PROFILE=thorough tools/pytest

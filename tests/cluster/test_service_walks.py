@@ -124,7 +124,7 @@ def test_a_real_model_walks_with_its_kv(tmp_path: Path, smollm2: Path) -> None:
             layout(1, 1, 1, layers=30), layout(1, layers=30)]  # fmt: skip
 
     def asks() -> list[Ask]:
-        return [Ask(prompt, 60) for prompt in prompts]
+        return [Ask(prompt, 160) for prompt in prompts]
 
     with ground(tmp_path, smollm2, settings, site, [], LONG) as real:
         real.shift_to(walk[0], 90)
@@ -134,7 +134,7 @@ def test_a_real_model_walks_with_its_kv(tmp_path: Path, smollm2: Path) -> None:
         threads = real.service.start(moved)
         lines = []
         for number, gear in enumerate(walk[1:]):
-            while len(moved[0].tokens) < 3 + 8 * number:
+            while len(moved[0].tokens) < 3 + 8 * number and moved[0].finish is None:
                 time.sleep(0.01)
             lines.append(real.shift_to(gear, 60))
         assert moved[0].finish is None, "the streams were too short"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import leaks
 import yaml
 from submitter_suite import wait
 
@@ -213,6 +215,8 @@ def world(
     **serving: Any,
 ) -> Iterator[World]:
     """A sandbox and a service; the pool as (partition, GPU type), a pilot of one GPU each."""
+    token = os.environ[leaks.TOKEN_VARIABLE]
+    before = leaks.take(token)
     box = Sandbox(home / "box", parse_section(SandboxConfig, sandbox, "sandbox.yaml"))
     box.up()
     try:
@@ -223,7 +227,7 @@ def world(
         scratch = home / "scratch"
         scratch.mkdir()
         site = load_section(Site, box.site_file)
-        with running(home, asked, raw, 90.0, cluster="slurm") as service:
+        with running(home, asked, raw, 90.0, cluster="slurm", look=False) as service:
             load = Load(lambda: service.endpoint, model)
             made = World(box, site, service, load, SlurmClient(site.slurm), scratch)
             try:
@@ -232,6 +236,8 @@ def world(
                 made.end_urgent()
     finally:
         box.down()
+    left = leaks.left_since(before, token)
+    assert not left, "the world left behind:\n  " + "\n  ".join(left)
 
 
 def service_of(model: Path, pool: Sequence[tuple[str, str]], **serving: Any) -> dict[str, Any]:

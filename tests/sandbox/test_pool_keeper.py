@@ -185,7 +185,8 @@ def test_a_hole_is_filled_by_a_job_that_ends_before_a_reservation_begins(
         ends = {info.nodes[0]: info.end_in_s for info in infos.values()}
         assert ends.keys() == {"l40n1", "l40n2"}
         assert ends["l40n1"] is not None and 600 < ends["l40n1"] <= 1140
-        assert ends["l40n2"] is not None and 7000 < ends["l40n2"] <= 7200
+        # the longest that fits is asked for; Slurm may give three quarters of it
+        assert ends["l40n2"] is not None and 5300 < ends["l40n2"] <= 7200
         assert all(pilot.fills_hole for pilot in bench.pool.pilots)
     finally:
         slurm.call("scontrol", "delete", "ReservationName=later")

@@ -82,9 +82,15 @@ def serves(signature: str) -> Any:
 
 
 @pytest.mark.shared_service
-def test_a_cancelled_pilot_comes_back_and_streams_go_on(
-    kept: RunningService, tiny_model: Path, slurm_sandbox: Sandbox
+def test_a_cancelled_pilot_comes_back_and_a_node_is_given_back_under_streams(
+    kept: RunningService, tiny_model: Path
 ) -> None:
+    """In this order: the pool does not grow a node again that was given back."""
+    a_cancelled_pilot_comes_back(kept, tiny_model)
+    a_node_is_given_back(kept, tiny_model)
+
+
+def a_cancelled_pilot_comes_back(kept: RunningService, tiny_model: Path) -> None:
     kept.until(serves("a100:2x2,l40s:2"), 90)
     slurm = SlurmClient(kept.plan.site.slurm)
     asks = some_asks(6, 60)
@@ -107,10 +113,7 @@ def test_a_cancelled_pilot_comes_back_and_streams_go_on(
     assert kept.status().pool == ("1 of 1 a100 pilots run", "1 of 1 l40s pilots run")
 
 
-@pytest.mark.shared_service
-def test_a_node_is_given_back_and_its_pilot_and_the_streams_go_on(
-    kept: RunningService, tiny_model: Path, slurm_sandbox: Sandbox
-) -> None:
+def a_node_is_given_back(kept: RunningService, tiny_model: Path) -> None:
     kept.until(serves("a100:2x2,l40s:2"), 90)
     slurm = SlurmClient(kept.plan.site.slurm)
     job = jobs_of(kept)["a100-1"]
