@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import le
 
 from flexslurm.control.events import Cordon, Event, ShiftWanted
 from flexslurm.control.members import signature_of
 from flexslurm.control.state import Control
 from flexslurm.errors import CapacityError, ServiceError
-from flexslurm.gear import Gear
+from flexslurm.gear import Gear, Signature
 from flexslurm.head.moves import Moves
 from flexslurm.head.planning import ServicePlanner
 from flexslurm.messages import AskDone, CordonAsk, DrainAsk, ShiftAnswer, ShiftAsk
+from flexslurm.planner.layouts import is_layout
 
 BEST = "best"
 """The name that gives the choice back to the policy."""
@@ -75,9 +78,44 @@ class Operator:
         return ShiftAnswer(to=gear.layout(), lines=lines, epoch=0 if dry_run else ask.epoch)
 
     def _gear(self, name: str) -> Gear:
-        present = signature_of(self._control.members.usable())
-        return self._planner.find(name, present)
+        """The gear meant. Raises CapacityError for an allocation of GPUs that are not here.
+
+        The planner's book gives a stand-in for what it does not know: that must not serve for it.
+        """
+        members = self._control.members
+        found = self._planner.find(name, signature_of(members.usable()))
+        here = signature_of(members.usable(leaving=True))
+        wanted = found.signature if is_layout(name) else Signature.parse(name)
+        if not _holds(here, wanted):
+            words = _gpus_in_words(here)
+            raise CapacityError(
+                f"the GPUs that are here cannot hold {name}: there are {words or 'none'}"
+                + (f" ({here})" if words else ""),
+                hint=self._legal(),
+            )
+        return found
 
     def _legal(self) -> str:
         present = signature_of(self._control.members.usable())
         return self._planner.legal_names(present)
+
+
+def _holds(here: Signature, wanted: Signature) -> bool:
+    """Whether every node of `wanted` can have one of its own here with as many GPUs or more."""
+    mine, asked = _nodes_by_type(here), _nodes_by_type(wanted)
+    return all(
+        len(sizes) <= len(mine[kind]) and all(map(le, sizes, mine[kind]))
+        for kind, sizes in asked.items()
+    )
+
+
+def _nodes_by_type(signature: Signature) -> defaultdict[str, list[int]]:
+    """GPUs of the nodes of each type, the largest node first."""
+    found = defaultdict[str, list[int]](list)
+    for shape in sorted(signature.nodes(), key=lambda shape: -shape.gpus):
+        found[shape.gpu_type].append(shape.gpus)
+    return found
+
+
+def _gpus_in_words(here: Signature) -> str:
+    return ", ".join(f"{sum(sizes)} {kind}" for kind, sizes in sorted(_nodes_by_type(here).items()))

@@ -19,13 +19,14 @@ class Finder:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.stand_in: Gear | None = None
 
     def find(self, name: str, present: Signature) -> Gear:
         try:
             wanted = Signature.parse(name)
         except ConfigError as error:
             raise ConfigError(error.message, hint=self.legal_names(present)) from None
-        found = self._world.control.planner.choose(wanted)
+        found = self.stand_in or self._world.control.planner.choose(wanted)
         if isinstance(found, NoGear):
             raise CapacityError(f"'{name}' has no gear: {found.reason}")
         return found
@@ -54,9 +55,10 @@ class Desk:
         self.world.join("b")
         self.world.run(3)
         self.previews, self.told = Previews(), list[Event]()
+        self.finder = Finder(self.world)
         self.operator = Operator(
             self.world.control,
-            Finder(self.world),  # type: ignore[arg-type]
+            self.finder,  # type: ignore[arg-type]
             self.previews,  # type: ignore[arg-type]
             fragments=lambda: {"a", "b", "c"},
             tell=self._tell,
@@ -139,6 +141,17 @@ def test_what_cannot_be_done_is_refused_with_what_can(
     assert said in caught.value.message
     assert hint is None or hint in str(caught.value.hint)
     assert not desk.told and desk.world.serving() == "a100:2x2"
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_stand_in_does_not_serve_for_gpus_that_are_not_here(desk: Desk, dry_run: bool) -> None:
+    present = desk.world.control.planner.choose(Signature.parse("a100:2"))
+    assert isinstance(present, Gear)
+    desk.finder.stand_in = present  # as the book gives for an allocation that is not in the table
+    with pytest.raises(CapacityError) as caught:
+        desk.shift("a100:9", dry_run=dry_run)
+    assert "cannot hold a100:9: there are 4 a100 (a100:2x2)" in caught.value.message
+    assert not desk.told and not desk.previews.asked
 
 
 def test_a_cordon_takes_a_pilot_out_and_back_in(desk: Desk) -> None:
