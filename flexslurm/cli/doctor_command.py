@@ -47,10 +47,10 @@ def doctor(
     """Check this machine and Slurm, or with --job every node of an allocation."""
     from flexslurm.cli.doctor_verdicts import table
     from flexslurm.cli.doctor_words import Result
-    from flexslurm.config.sources import load_site
+    from flexslurm.config.check import site_with_slurm
     from flexslurm.errors import EnvironmentFault
 
-    site = None if site_file is None else load_site(site_file).value
+    site = None if site_file is None else site_with_slurm(site_file)
     found = (
         list(_job_checks(site, site_file, model, timeout))
         if in_job

@@ -199,9 +199,9 @@ def own_command() -> list[str]:
 
 
 def _site(path: Path | None) -> Site | None:
-    from flexslurm.config.sources import load_site
+    from flexslurm.config.check import site_with_slurm
 
-    return None if path is None else load_site(path).value
+    return None if path is None else site_with_slurm(path)
 
 
 def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[Path]:

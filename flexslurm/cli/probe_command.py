@@ -57,6 +57,7 @@ def probe(**options: Any) -> None:
 
 
 def _measure(options: dict[str, Any]) -> Answer:
+    from flexslurm.config.check import site_with_slurm
     from flexslurm.config.sources import load_site
     from flexslurm.slurm import probing
 
@@ -67,7 +68,9 @@ def _measure(options: dict[str, Any]) -> Answer:
             click.echo(f"[{time.monotonic() - started:5.1f} s] {line}", err=True)
 
     file = options["site_file"]
-    site = load_site(file).value if file is not None else None
+    site = None
+    if file is not None:
+        site = load_site(file).value if options["local"] else site_with_slurm(file)
     asked = probing.ProbeOptions(
         nodes=options["nodes"], pairs=options["pairs"], timeout_s=options["timeout"],
         partition=options["partition"], nodelist=options["nodelist"], mpi=options["mpi"],

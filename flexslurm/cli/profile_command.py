@@ -85,9 +85,11 @@ def profile(**options: Any) -> None:
     A few layers are built as a stage of the service would be, and steps of prefill and decode are
     timed over batch and context. Each file is a CSV: phase,layers,batch,context,seconds.
     """
+    from flexslurm.config.check import site_with_slurm
     from flexslurm.config.sources import load_site
 
-    site = load_site(options["site_file"]).value
+    file = options["site_file"]
+    site = load_site(file).value if options["local"] else site_with_slurm(file)
     for tp in options["degrees"]:
         path = profile_once(site, tp, options)
         click.echo(path)

@@ -97,12 +97,14 @@ def launch(
     from flexslurm.cli.show import picture
     from flexslurm.cli.site_figures import check_figures
     from flexslurm.cli.slurm_notes import surprises, warnings_of
-    from flexslurm.config.check import load_pair
+    from flexslurm.config.check import check_slurm_conf, load_pair
     from flexslurm.wire.service_dir import ServiceDir
 
     if backfill:
         overrides = (*overrides, "keeping.backfill=true")
     pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster)
+    if cluster != "local":
+        check_slurm_conf(pair.site)
     check_figures(pair.service, pair.site)
     service, site = pair.service.value, pair.site.value
     for note in (*pair.notes, *(surprises(site) if cluster == "slurm" else ())):

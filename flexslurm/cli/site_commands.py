@@ -184,10 +184,13 @@ def _sandbox(config: dict[str, str]) -> SandboxConfig | None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(site_file: Path, offline: bool, as_json: bool) -> None:
     """Say what is wrong with a site file, and how much warning each partition gives."""
+    from flexslurm.config.check import check_slurm_conf
     from flexslurm.config.sources import load_site
     from flexslurm.errors import ConfigError
 
     loaded = load_site(site_file)
+    if not offline:
+        check_slurm_conf(loaded)
     found = findings_of(loaded, offline)
     click.echo(_as_json(loaded.value, found) if as_json else _as_text(loaded.value, found))
     if found.problems:

@@ -144,6 +144,28 @@ def check_files(service: Loaded[Service]) -> None:
             raise service.error(loc, f"no file at {path}")
 
 
+def site_with_slurm(path: Path) -> Site:
+    """The site file of a command that asks Slurm. Raises ConfigError."""
+    loaded = load_site(path)
+    check_slurm_conf(loaded)
+    return loaded.value
+
+
+def check_slurm_conf(site: Loaded[Site]) -> None:
+    """Whether the slurm.conf that the site names can be read, before Slurm is asked by it.
+
+    Without one, Slurm's commands search for a minute or two and then say something else.
+    Raises ConfigError.
+    """
+    conf = site.value.slurm.conf
+    if conf is None or (Path(conf).is_file() and os.access(conf, os.R_OK)):
+        return
+    words = f"{conf} cannot be read here" if Path(conf).exists() else f"no file at {conf}"
+    raise site.error(
+        ("slurm", "conf"), words, "name this cluster's slurm.conf, or leave it to Slurm's default"
+    )
+
+
 def _nearest_model(model: Path) -> str:
     try:
         names = [entry.name for entry in model.parent.iterdir() if entry.is_dir()]
