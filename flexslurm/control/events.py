@@ -135,6 +135,8 @@ class Cordon:
     cordon: bool
     drain: bool = False
     """It shall end once nothing of it is used."""
+    gone: bool = False
+    """It has ended, and its cordon with it: the name is free for another."""
 
 
 @dataclass(frozen=True, slots=True)

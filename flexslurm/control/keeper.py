@@ -316,6 +316,8 @@ class PoolKeeper(Keeping):
             if other.pilot.replaces == kept.fragment:  # the name may become another's
                 other.pilot = msgspec.structs.replace(other.pilot, replaces="")
         pilot, shape = kept.pilot, self._shape_of(kept.pilot)
+        if kept.drained and not pilot.fills_hole:
+            self.away[kept.fragment] = pilot.entry
         if kept.ending:
             self._tell(f"{kept.fragment} has ended: {kept.ending}", what="ended",
                        fragment=kept.fragment, why=kept.ending)  # fmt: skip

@@ -104,6 +104,9 @@ def pool_lines(keeper: PoolKeeper, now: float) -> tuple[str, ...]:
         leaving = sum(bool(kept.ending) for kept in keeper.of_entry(number))
         if leaving:
             parts.append(f"{leaving} being let go")
+        away = sorted(name for name, of in keeper.away.items() if of == number)
+        if away:
+            parts.append(f"drained: {', '.join(away)} (flexslurm cordon --undo brings one back)")
         fillers = sum(kept.pilot.fills_hole for kept in keeper.of_entry(number))
         if fillers:
             parts.append(f"{fillers} in holes")

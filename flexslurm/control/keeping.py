@@ -42,6 +42,8 @@ class Keeping:
         if len(wanted) == len(entries):
             self.wanted = [min(w, entry.most) for w, entry in zip(wanted, entries, strict=True)]
         self.kept: dict[str, Kept] = {}
+        self.away: dict[str, int] = {}
+        """Entries of pilots that an operator drained, by name; until the load takes the place."""
         self._strays: dict[str, int] = {}
         self._words: list[Word] = []
         self._quiet_until = 0.0
@@ -97,9 +99,9 @@ class Keeping:
 
     def free_name(self, gpu_type: str) -> str:
         number = 1
-        while f"{gpu_type}-{number}" in self.kept:
+        while (name := f"{gpu_type}-{number}") in self.kept or name in self.away:
             number += 1
-        return f"{gpu_type}-{number}"
+        return name
 
     # ------------------------------------------------------------------ letting go
 
@@ -147,6 +149,14 @@ class Keeping:
         if kept.stage is not Stage.INTENT:
             kept.stage = Stage.WAITING if kept.running_since is None else Stage.RUNNING
 
+    def bring_back(self, fragment: str) -> bool:
+        """Have another in the place of one that was drained and has ended; False for any other."""
+        entry = self.away.pop(fragment, None)
+        if entry is None:
+            return False
+        self.wanted[entry] = min(self.wanted[entry] + 1, self.entries[entry].most)
+        return True
+
     def part(self, fragment: str, node: str) -> None:
         """The node's agent has ended: the job can do without it."""
         kept = self.kept[fragment]
@@ -161,6 +171,9 @@ class Keeping:
             return False
         self._tell(f"{bounds.gpu_type}: {count} pilots instead of {self.wanted[entry]}: {why}",
                    what="wish", entry=entry, count=count, why=why)  # fmt: skip
+        places = max(count - self.wanted[entry], 0)
+        for name in [n for n, of in self.away.items() if of == entry][:places]:
+            del self.away[name]  # its place is taken
         self.wanted[entry] = count
         return True
 

@@ -339,6 +339,8 @@ class Roll:
         record = {
             "event": "cordon", "fragment": fragment, "cordon": event.cordon, "drain": drain
         }  # fmt: skip
+        if event.gone:  # nobody is in use again, and nobody who decides need know
+            return Told([Record(record)])
         return Told([Record(record), Say(f"{fragment} is {word}")], [CordonChanged(fragment)])
 
     def _on_node(self, event: NodeNoticed) -> Told:

@@ -32,12 +32,17 @@ class Operator:
         fragments: Callable[[], Iterable[str]],
         tell: Callable[[Event], None],
         now: Callable[[], float],
+        bring_back: Callable[[str], bool] = lambda fragment: False,
     ) -> None:
+        """`bring_back`: submit another for a pilot that was drained and has ended, if it was."""
         self._control, self._planner, self._moves = control, planner, moves
         self._fragments, self._tell, self._now = fragments, tell, now
+        self._bring_back = bring_back
 
     def answer(self, ask: ShiftAsk | CordonAsk | DrainAsk) -> AskDone | ShiftAnswer:
         match ask:
+            case CordonAsk(fragment=fragment, cordon=False) if self._bring_back(fragment):
+                return AskDone(message=f"{fragment} had ended: another is submitted in its place")
             case CordonAsk(fragment=fragment, cordon=cordon):
                 self._check_fragment(fragment)
                 self._tell(Cordon(fragment, cordon))
@@ -53,7 +58,7 @@ class Operator:
         known = set(self._fragments())
         if fragment not in known:
             hint = f"it has {', '.join(sorted(known))}" if known else None
-            raise ServiceError(f"there is no fragment '{fragment}'", hint=hint)
+            raise ServiceError(f"there is no pilot '{fragment}'", hint=hint)
 
     def _shift(self, name: str, *, dry_run: bool) -> ShiftAnswer:
         gear = None if name == BEST else self._gear(name)

@@ -261,7 +261,7 @@ class Pool:
             if step and not self._service.keeping.backfill:
                 resize(self.keeper, step, why)
         for fragment in [f for f in members.cordoned if f in self._forgotten(members)]:
-            self._tell(Cordon(fragment, cordon=False))
+            self._tell(Cordon(fragment, cordon=False, gone=True))
         self._say()
         self._write()
 
@@ -272,6 +272,13 @@ class Pool:
             self._parting.discard((fragment, node))
             if fragment in self.keeper.kept:
                 self.keeper.part(fragment, node)
+
+    def bring_back(self, fragment: str) -> bool:
+        """Submit another for one that was drained and has ended; False where it was not."""
+        found = self.keeper.bring_back(fragment)
+        if found:  # the next of this name is not to be drained as it was
+            self._tell(Cordon(fragment, cordon=False, gone=True))
+        return found
 
     def lines(self) -> tuple[str, ...]:
         """How the pool is, for people."""

@@ -122,6 +122,7 @@ class Head:
             fragments=self._fragments,
             tell=self._tell,
             now=time.monotonic,
+            bring_back=lambda name: self.pool is not None and self.pool.bring_back(name),
         )
         self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api, measuring)
         self.nodes = NodeBook(self.control.members)
@@ -387,9 +388,8 @@ class Head:
     def _status(self) -> Message:
         jobs = self.poller.views if self.poller is not None else {}
         status = self.reporter.status(self._pilots(), jobs, stopping=bool(self._stop_reason))
-        return (
-            status if self.pool is None else msgspec.structs.replace(status, pool=self.pool.lines())
-        )
+        lines = self.pool.lines() if self.pool is not None else ()
+        return msgspec.structs.replace(status, pool=lines)
 
 
 async def run_head(path: Path) -> int:

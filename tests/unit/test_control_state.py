@@ -210,6 +210,15 @@ def test_a_member_lost_during_the_install_restarts_the_decision() -> None:
     assert any("aborted" in report.outcome for report in world.control.history)
 
 
+def test_a_cordon_that_ends_with_its_pilot_is_journalled_and_not_said() -> None:
+    world = World()
+    world.take(Cordon("b", cordon=True, drain=True))
+    before = len(world.log)
+    world.take(Cordon("b", cordon=False, gone=True))
+    assert not world.control.members.cordoned and not world.control.members.draining
+    assert [type(action) for action in world.log[before:]] == [Record]
+
+
 def test_cordon_moves_off_a_fragment_and_back() -> None:
     world = World()
     world.join("a")
@@ -351,6 +360,8 @@ def test_cordon_and_drain_are_remembered_by_the_next_head() -> None:
 
     drained = remembered(Cordon("a", cordon=True), Cordon("b", cordon=True, drain=True)).members
     assert (drained.cordoned, drained.draining) == ({"a", "b"}, {"b"})
+    gone = remembered(Cordon("b", cordon=True), Cordon("b", cordon=False, gone=True)).members
+    assert not gone.cordoned and not gone.draining
     undone = remembered(Cordon("b", cordon=True, drain=True), Cordon("b", cordon=False)).members
     assert (undone.cordoned, undone.draining) == (set(), set())
     softened = remembered(Cordon("b", cordon=True, drain=True), Cordon("b", cordon=True)).members

@@ -63,6 +63,7 @@ class Desk:
             fragments=lambda: {"a", "b", "c"},
             tell=self._tell,
             now=lambda: self.world.now,
+            bring_back=lambda name: name == "drained",
         )
 
     def _tell(self, event: Event) -> None:
@@ -177,12 +178,20 @@ def test_a_drain_ends_a_pilot_once_nothing_of_it_is_used(desk: Desk) -> None:
     assert not released.message.give_back, "it must not come back by itself"
 
 
+def test_a_drained_pilot_that_has_ended_is_had_back(desk: Desk) -> None:
+    answer = desk.operator.answer(CordonAsk(fragment="drained", cordon=False))
+    assert answer == AskDone(message="drained had ended: another is submitted in its place")
+    assert not desk.told
+    with pytest.raises(ServiceError, match="there is no pilot 'drained'"):
+        desk.operator.answer(CordonAsk(fragment="drained"))
+
+
 @pytest.mark.parametrize("ask", [CordonAsk(fragment="x"), DrainAsk(fragment="x")])
 def test_an_unknown_pilot_is_refused_with_the_known_ones(
     desk: Desk, ask: CordonAsk | DrainAsk
 ) -> None:
     with pytest.raises(ServiceError) as caught:
         desk.operator.answer(ask)
-    assert caught.value.message == "there is no fragment 'x'"
+    assert caught.value.message == "there is no pilot 'x'"
     assert caught.value.hint == "it has a, b, c"
     assert not desk.told

@@ -8,7 +8,7 @@ import pytest
 from fake_slurm_queue import FakeQueue
 
 from flexslurm.control.keeper import PoolKeeper
-from flexslurm.control.keeper_load import Load, LoadJudge, LoadSettings, resize
+from flexslurm.control.keeper_load import Load, LoadJudge, LoadSettings, pool_lines, resize
 from flexslurm.control.keeper_values import (
     Cancel,
     Drain,
@@ -462,6 +462,35 @@ def test_a_drain_that_is_taken_back() -> None:
     world.keeper.taken_back("a100-2")
     world.step(times=20)
     assert world.names() == ["a100-1", "a100-2"] and len(world.queue.submissions) == 2
+
+
+def test_a_drained_pilot_that_has_ended_is_had_back() -> None:
+    world = World(entry(2, 2, 2))
+    world.step(times=4)
+    world.join()
+    world.keeper.drained_by_hand("a100-2")
+    world.step(times=3)
+    assert not world.keeper.bring_back("a100-2"), "it is still here: its cordon is lifted instead"
+    world.queue.end(world.job("a100-2"), JobState.COMPLETED, 0)
+    world.step(times=20)
+    assert world.names() == ["a100-1"]
+    [line] = pool_lines(world.keeper, world.queue.now)
+    assert "drained: a100-2" in line
+    assert not world.keeper.bring_back("a100-1") and world.keeper.bring_back("a100-2")
+    world.step(times=3)
+    assert world.names() == ["a100-1", "a100-2"] and len(world.queue.submissions) == 3
+    assert not world.keeper.bring_back("a100-2"), "once"
+    assert "drained" not in pool_lines(world.keeper, world.queue.now)[0]
+
+
+def test_the_load_takes_the_place_of_one_that_was_drained() -> None:
+    world = World(entry(2, 2, 2))
+    world.step(times=4)
+    world.keeper.drained_by_hand("a100-2")
+    world.queue.end(world.job("a100-2"), JobState.COMPLETED, 0)
+    world.step(times=3)
+    resize(world.keeper, 1, "busy")
+    assert not world.keeper.bring_back("a100-2") and world.keeper.wanted == [2]
 
 
 # ------------------------------------------------------------------------- nodes given back
