@@ -127,7 +127,7 @@ def launch(
         click.echo("# dry run: nothing was submitted")
         return
     submitting.refuse_if_running(directory)
-    made = submitting.execute(plan, _say)
+    made = _execute(plan, site_file)
     where = f" {launching.called(plan)}"
     if no_wait:
         click.echo(f"follow it with: flexslurm status{where}")
@@ -145,6 +145,17 @@ def describe_left(left: Gear | NoGear) -> str:
     if isinstance(left, Gear):
         return left.layout()
     return f"nothing fits, requests would wait ({left.reason})"
+
+
+def _execute(plan: LaunchPlan, site_file: Path) -> Pilots:
+    from flexslurm.cli import refused, submitting
+    from flexslurm.errors import SlurmError
+
+    try:
+        return submitting.execute(plan, _say)
+    except SlurmError as error:
+        sbatch = plan.site.slurm.commands.get("sbatch", "sbatch")
+        raise refused.told(error, sbatch, site_file) from None
 
 
 def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
