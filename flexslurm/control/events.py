@@ -107,6 +107,8 @@ class ShiftWanted:
 
     gear: Gear | None
     reason: str
+    at_once: bool = False
+    """Without a gear: the best by estimate is gone to first, whatever was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from flexslurm.control.events import (
     Transferred,
 )
 from flexslurm.control.farewell import Farewells
+from flexslurm.control.given_back import best_at_once
 from flexslurm.control.history import Decisions, report_of
 from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
@@ -101,6 +102,8 @@ class Control:
     _plan: _Plan = field(default_factory=_Plan)
     _stranded: bool = False
     """Whether the last decision found nothing to go to."""
+    _best_at_once: bool = False
+    """Whether an operator has given the choice back since the last decision."""
 
     def __post_init__(self) -> None:
         self._roll = Roll(self.settings, self.members)
@@ -127,7 +130,8 @@ class Control:
         match event:
             case ReplicaBroken(replica, reason):
                 actions = self._on_broken(now, replica, reason)
-            case ShiftWanted(gear, reason):
+            case ShiftWanted(gear, reason, at_once):
+                self._best_at_once = at_once and gear is None
                 actions = self._on_wanted(now, gear, reason)
             case ParkedAway():
                 actions = []
@@ -285,10 +289,8 @@ class Control:
         if self.pinned is not None:
             decision = self._keep_pinned(self.pinned)
         else:
-            known = Known(self.members, self.planner, self.watch, self.preview)
-            first = not self.ever_served
-            seen = observe(now, known, self.current, self.last_shift_at, first=first)
-            decision = decide(seen, self.settings.policy)
+            decision = self.choice(now, at_once=self._best_at_once)
+            self._best_at_once = False
         self._stranded = decision.gear is None
         self.reason = decision.reason
         if decision.look_again_s is not None:
@@ -298,6 +300,13 @@ class Control:
             self.watch.waits()
             return actions
         return actions + self._start(now, decision.gear, decision.reason)
+
+    def choice(self, now: float, *, at_once: bool) -> Decision:
+        """What the policy says now; `at_once`: the best by estimate. Begins nothing."""
+        known = Known(self.members, self.planner, self.watch, self.preview)
+        first = not self.ever_served
+        seen = observe(now, known, self.current, self.last_shift_at, first=first)
+        return (best_at_once if at_once else decide)(seen, self.settings.policy)
 
     def _keep_pinned(self, gear: Gear) -> Decision:
         if self.current is not None and self.current.gear == gear and not self.current.lost:

@@ -61,11 +61,9 @@ class Operator:
             raise ServiceError(f"there is no pilot '{fragment}'", hint=hint)
 
     def _shift(self, name: str, *, dry_run: bool) -> ShiftAnswer:
-        gear = None if name == BEST else self._gear(name)
-        if gear is None:
-            if not dry_run:
-                self._tell(ShiftWanted(None, "flexslurm shift --to best"))
-            return ShiftAnswer(to=BEST, lines=("the policy chooses the gear again",))
+        if name == BEST:
+            return self._give_back(dry_run=dry_run)
+        gear = self._gear(name)
         current = self._control.current
         if current is not None and current.gear == gear and not current.lost:
             if not dry_run:  # it is to stay, and a shift away from it is called off
@@ -81,6 +79,20 @@ class Operator:
         if not dry_run:
             self._tell(ShiftWanted(gear, "flexslurm shift"))
         return ShiftAnswer(to=gear.layout(), lines=lines, epoch=0 if dry_run else ask.epoch)
+
+    def _give_back(self, *, dry_run: bool) -> ShiftAnswer:
+        """The policy chooses again; what it chooses now, and the moves that takes."""
+        now = self._now()
+        gear = self._control.choice(now, at_once=True).gear
+        ask = self._control.preview(now, gear) if gear is not None else None
+        moves: tuple[str, ...] = ("the gear in place stays",)
+        to, epoch = BEST, 0
+        if ask is not None:
+            to, epoch, moves = ask.new.gear.layout(), ask.epoch, self._moves.preview(ask)
+        if not dry_run:
+            self._tell(ShiftWanted(None, "flexslurm shift --to best", at_once=True))
+        lines = ("the policy chooses the gear again", *moves)
+        return ShiftAnswer(to=to, lines=lines, epoch=0 if dry_run else epoch)
 
     def _gear(self, name: str) -> Gear:
         """The gear meant. Raises CapacityError for an allocation of GPUs that are not here.

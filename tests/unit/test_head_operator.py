@@ -104,13 +104,17 @@ def test_a_shift_is_begun_and_stays_until_members_come_or_go(desk: Desk) -> None
 def test_best_gives_the_choice_back(desk: Desk) -> None:
     desk.shift("a100:2")
     desk.world.run(3)
-    assert desk.shift("best").lines == ("the policy chooses the gear again",)
+    before = len(desk.told)
+    dry = desk.shift("best", dry_run=True)
+    assert len(desk.told) == before and dry.epoch == 0
+    assert dry.to == "a100 tp2 [0,6) → a100 tp2 [6,12)"
+    assert dry.lines == ("the policy chooses the gear again", "1 replicas", "nothing moves")
+    answer = desk.shift("best")
+    assert (answer.to, answer.lines, answer.epoch) == (dry.to, dry.lines, 3)
+    assert desk.told[-1] == ShiftWanted(None, "flexslurm shift --to best", at_once=True)
     desk.world.run(3)
     assert desk.world.serving() == "a100:2x2"
-    before = len(desk.told)
-    desk.shift("best", dry_run=True)
-    assert len(desk.told) == before
-    assert desk.told[-1] == ShiftWanted(None, "flexslurm shift --to best")
+    assert desk.shift("best").lines[-1] == "the gear in place stays"
 
 
 def test_the_gear_that_serves_is_no_shift(desk: Desk) -> None:

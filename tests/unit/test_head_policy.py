@@ -89,6 +89,16 @@ def in_the_small_gear() -> Service:
     return world
 
 
+def test_an_operator_that_gives_the_choice_back_waits_for_no_window() -> None:
+    world = in_the_small_gear()
+    assert world.gear() == "one", "the policy alone waits for what is measured"
+    world.later(ShiftWanted(ONE, "test"))
+    world.later(ShiftWanted(None, "test", at_once=True))
+    world.run_until(lambda: world.serves() and world.gear() == "three", 60)
+    assert not world.control.watch.windows(world.now)
+    assert "the choice was given back" in world.control.history[-1].why
+
+
 def test_a_light_load_is_no_reason_and_says_so_with_its_figures() -> None:
     world = in_the_small_gear()
     world.load(4 * WINDOW_S, streams=1)
