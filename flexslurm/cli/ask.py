@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 
 from flexslurm.errors import DeadlineExceeded, ServiceError, ServiceUnreachable
 from flexslurm.messages import (
@@ -23,10 +24,16 @@ def ask(
 ) -> AskDone | StatusAnswer | ShiftAnswer:
     """Raises ServiceUnreachable when no head answers, ServiceError when it refuses."""
     head = directory.head()
+    if head is None and directory.stopped():
+        raise ServiceUnreachable(
+            f"the service in {directory.path} has been stopped",
+            hint="launch it again, or remove what is left of it with: "
+            f"rm -r {shlex.quote(str(directory.path))}",
+        )
     if head is None:
         raise ServiceUnreachable(
             f"no head has published its address in {directory.path}",
-            hint="its job may still be pending, or the service has been stopped",
+            hint="its job may still be pending, or has ended: see 'flexslurm logs'",
         )
     link: HeadLink[ToCli] = HeadLink(
         head.control, directory.keys(), f"c-{secrets.token_hex(6)}", ToCli

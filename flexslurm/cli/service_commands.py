@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_service(service: str | None, service_dir: str | None) -> ServiceDir:
-    """The directory that is meant; without a name, the only one there is."""
+    """The directory that is meant; without a name, the only one there is, or that runs."""
     from flexslurm.cli.launch import service_directory
     from flexslurm.wire.service_dir import ServiceDir
 
@@ -37,9 +37,13 @@ def _only_service() -> ServiceDir:
 
     root = service_directory("x").path.parent
     found = sorted(path.parent.name for path in root.glob("*/service.yaml"))
-    if len(found) == 1:
-        return service_directory(found[0])
-    what = f"services here: {', '.join(found)}" if found else f"there is none below {root}"
+    stopped = {name for name in found if service_directory(name).stopped()}
+    running = [name for name in found if name not in stopped]
+    for names in (found, running):
+        if len(names) == 1:
+            return service_directory(names[0])
+    told = [f"{name} (stopped)" if name in stopped else name for name in found]
+    what = f"services here: {', '.join(told)}" if found else f"there is none below {root}"
     raise ServiceError("which service?", hint=f"give its name or --service-dir; {what}")
 
 

@@ -156,6 +156,16 @@ class ServiceDir:
     def write_pilots(self, pilots: Pilots) -> None:
         write_atomically(self._pilots, msgspec.json.format(msgspec.json.encode(pilots)))
 
+    def stopped(self) -> bool:
+        """Whether the service was launched once and a stop has ended it; False where unclear."""
+        try:
+            pilots = self.pilots()
+            if pilots is None or pilots.pilots or pilots.head_job is not None:
+                return False
+            return self.head() is None
+        except ServiceError:
+            return False
+
     def leaf_switches(self) -> dict[str, str]:
         """The leaf switch of each node; empty where none is known."""
         return _read(self.leaves, dict[str, str]) or {}

@@ -1,0 +1,69 @@
+"""Which service a command means that names none, and what is said of one that was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexslurm.cli.main import run
+from flexslurm.cli.service_commands import find_service
+from flexslurm.errors import ServiceError
+from flexslurm.wire.service_dir import HeadAddress, Pilots, ServiceDir
+
+ADDRESS = HeadAddress("h-1", "tcp://127.0.0.1:1", "http://127.0.0.1:2", "node", 1)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLEXSLURM_SERVICES", str(tmp_path))
+    return tmp_path
+
+
+def launched(root: Path, name: str, *, running: bool) -> ServiceDir:
+    directory = ServiceDir(root / name)
+    directory.create()
+    directory.service.write_text(f"name: {name}\n")
+    directory.write_pilots(Pilots("slurm", head_job="7" if running else None))
+    if running:
+        directory.publish_head(ADDRESS)
+    return directory
+
+
+def test_the_only_one_that_runs_is_meant(root: Path) -> None:
+    launched(root, "old", running=False)
+    launched(root, "older", running=False)
+    running = launched(root, "chat", running=True)
+    assert find_service(None, None).path == running.path
+    launched(root, "other", running=True)
+    with pytest.raises(ServiceError) as caught:
+        find_service(None, None)
+    assert "services here: chat, old (stopped), older (stopped), other" in str(caught.value)
+
+
+def test_the_only_one_there_is_is_meant_though_stopped(root: Path) -> None:
+    only = launched(root, "old", running=False)
+    assert find_service(None, None).path == only.path
+    launched(root, "older", running=False)
+    with pytest.raises(ServiceError, match=r"old \(stopped\), older \(stopped\)"):
+        find_service(None, None)
+
+
+def test_the_status_of_a_stopped_one_says_so(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = launched(root, "old", running=False)
+    assert run(["status"]) == 7
+    told = capsys.readouterr().err
+    assert f"the service in {directory.path} has been stopped" in told
+    assert f"rm -r {directory.path}" in told
+
+
+def test_a_pending_or_damaged_one_has_not_been_stopped(root: Path) -> None:
+    directory = launched(root, "chat", running=True)
+    directory.forget_head()
+    assert not directory.stopped()
+    (directory.path / "pilots.json").write_text("{")
+    assert not directory.stopped()
+    directory.forget_pilots()
+    assert not directory.stopped()
