@@ -39,6 +39,8 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
                 break
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    stop_service(plan.directory, 0.0, 60.0, say)
-    if info.exit_code not in (0, None):
+    failed = info.exit_code not in (0, None)
+    say("the head has failed: what is left is cancelled" if failed else "the service was stopped")
+    stop_service(plan.directory, 0.0, 60.0, say, head_over=True)
+    if failed:
         raise ServiceError(f"the head has ended with exit code {info.exit_code}")

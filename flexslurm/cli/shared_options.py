@@ -42,13 +42,23 @@ FORCE = click.option("--force", is_flag=True, help="Replace a file that is there
 TO_FILE = click.option("--to", "target", metavar="FILE", type=PATH, help="Default: print it.")
 
 
+class _SiteFileType(click.Path):
+    """A site file; where none is named, it says how to name or make one."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return (
+            "It names the site file; the variable FLEXSLURM_SITE does it too. To write one from a "
+            "live cluster: flexslurm site discover --to site.yaml"
+        )
+
+
 def site(words: str, *, required: bool = False) -> Callable[[Command], Command]:
     """`--site`, or $FLEXSLURM_SITE; `words`: what the command wants it for."""
     return click.option(
         "--site",
         "site_file",
         metavar="SITE.yaml",
-        type=PATH,
+        type=_SiteFileType(path_type=Path),
         envvar="FLEXSLURM_SITE",
         required=required,
         help=words,

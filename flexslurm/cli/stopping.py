@@ -26,18 +26,22 @@ _ANSWER_S = 15.0
 """A head closes its connections before it answers."""
 
 
-def stop_service(directory: ServiceDir, drain_s: float, timeout_s: float, say: Say) -> None:
+def stop_service(
+    directory: ServiceDir, drain_s: float, timeout_s: float, say: Say, *, head_over: bool = False
+) -> None:
     """End head and pilots. Raises DeadlineExceeded when jobs are still there after `timeout_s`.
 
     The drain and the wait for a head that may hang come before, and have their own bounds.
 
-    Whatever is damaged in the directory, the jobs that can be found are cancelled.
+    Whatever is damaged in the directory, the jobs that can be found are cancelled. That no head
+    answers is not said where the caller knows it (`head_over`).
     """
     try:
         ask(directory, StopAsk(drain_s=drain_s), drain_s + min(timeout_s, _ANSWER_S))
         say("the head has ended")
     except (ServiceError, EnvironmentFault) as error:
-        say(f"{error.message}: what is left of its jobs is cancelled")
+        if not head_over:
+            say(f"{error.message}: what is left of its jobs is cancelled")
     deadline = time.monotonic() + timeout_s
     with directory.changing(max(deadline - time.monotonic(), 0.0)):
         try:

@@ -67,3 +67,12 @@ def test_a_pending_or_damaged_one_has_not_been_stopped(root: Path) -> None:
     assert not directory.stopped()
     directory.forget_pilots()
     assert not directory.stopped()
+
+
+def test_a_launch_without_a_site_file_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FLEXSLURM_SITE", raising=False)
+    assert run(["launch", "service.yaml"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--site" in told and "FLEXSLURM_SITE" in told and "flexslurm site discover" in told
