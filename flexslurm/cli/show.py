@@ -89,13 +89,10 @@ def _shift(shift: Mapping[str, float | str]) -> str:
             f"({_size(number('kv_bytes'))} sent), {number('sequences_recomputed'):.0f} recomputed; "
             f"streams paused for {number('pause_s'):.3f} s"
         )
-    kept_share = [
-        f"{number(key):.0%} {when}"
-        for key, when in (("kept_during", "during"), ("kept_after", "after"))
-        if key in shift
-    ]
-    if kept_share:
-        line += f"\n    throughput kept: {', '.join(kept_share)}"
+    if "kept_during" in shift or "kept_after" in shift:  # else there was nothing to compare
+        during = f"{number('kept_during'):.0%}" if "kept_during" in shift else "-"
+        after = f", {number('kept_after'):.0%} after" if "kept_after" in shift else ""
+        line += f"\n    throughput kept: {during} during{after}"
     if not number("weights_bytes"):
         return line
     moved, kept = number("moved_bytes"), number("kept_bytes")

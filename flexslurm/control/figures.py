@@ -2,15 +2,22 @@
 
 Fed with what happens and when, by one clock; knows none itself. Throughput is compared with that of
 the time just before each shift, so a service that is idle anyway neither gains nor loses by it.
+
+Two stretches of time cannot be compared, and there is no figure, where no token was given out
+before the shift, where no request was live in one of them, or where the load itself explains the
+difference: less was given out, and less than two thirds as many requests were live (on average over
+the stretch); or more was, and more than one and a half times as many were.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHIFTING_LIMIT = 0.05
 """Share of the time that shifts may take."""
+_LOAD_CHANGE = 1.5
+"""Times as many live requests, or as few, that are another load."""
 _MOST_KEPT = 100
 """Shifts of which the figures stay readable."""
 
@@ -63,8 +70,31 @@ class Judgement:
             f"throughput kept during shifts {share(self.kept_during)}, "
             f"after them {share(self.kept_after)}; "
             f"requests that succeeded {share(self.success)}; "
-            f"time spent shifting {share(self.shifting)} ({self.shifts} shifts)"
+            f"time spent shifting {share(self.shifting)} "
+            f"({self.shifts} shift{'' if self.shifts == 1 else 's'})"
         )
+
+
+@dataclass(slots=True)
+class _Live:
+    """How many requests were live, over the looks of a stretch of time."""
+
+    total: int = 0
+    looks: int = 0
+
+    def add(self, count: int) -> None:
+        self.total += count
+        self.looks += 1
+
+    def explains(self, before: _Live, kept: float) -> bool:
+        """Whether the load, not the shift, made throughput `kept` times what it was before."""
+        if not (self.looks and before.looks):
+            return False  # nobody counts them
+        mine, theirs = self.total / self.looks, before.total / before.looks
+        if not (mine and theirs):
+            return True
+        change = mine / theirs
+        return change > _LOAD_CHANGE if kept > 1 else change < 1 / _LOAD_CHANGE and kept < 1
 
 
 @dataclass(slots=True)
@@ -73,11 +103,28 @@ class _Open:
 
     before: float
     """Tokens per second just before."""
+    live_before: _Live
     began: float
     epoch: int
     tokens: int = 0
     ended: float | None = None
     after_tokens: int = 0
+    live: _Live = field(default_factory=_Live)
+    live_after: _Live = field(default_factory=_Live)
+
+    def during(self, took: float) -> float | None:
+        """What was kept in the `took` seconds of the shift; None where nothing can be said."""
+        if self.before <= 0 or took <= 0:
+            return None
+        kept = self.tokens / self.before / took
+        return None if self.live.explains(self.live_before, kept) else kept
+
+    def after(self, span: float) -> float | None:
+        """The same of the `span` seconds after it."""
+        if self.before <= 0 or span <= 0:
+            return None
+        kept = self.after_tokens / self.before / span
+        return None if self.live_after.explains(self.live_before, kept) else kept
 
 
 class ServiceFigures:
@@ -91,6 +138,7 @@ class ServiceFigures:
         assert around_s > 0
         self._around_s = around_s
         self._recent: deque[tuple[float, int]] = deque()
+        self._recent_live: deque[tuple[float, int]] = deque()
         self._began: float | None = None
         self._now = 0.0
         self._open: _Open | None = None
@@ -100,7 +148,7 @@ class ServiceFigures:
         self._shifting_s = self._paused_s = 0.0
         self._paused_at: float | None = None
         self._calm_since: float | None = None
-        self._last_rate = 0.0
+        self._last_rate, self._last_live = 0.0, _Live()
         self._shifts = 0
         self._good = self._bad = 0
         self._kept: dict[int, Kept] = {}
@@ -135,6 +183,17 @@ class ServiceFigures:
         while self._recent[0][0] <= now - self._around_s:
             self._recent.popleft()
 
+    def live(self, now: float, count: int) -> None:
+        """So many requests are accepted and not ended; told a few times a second, or never."""
+        self._at(now)
+        self._recent_live.append((now, count))
+        while self._recent_live[0][0] <= now - self._around_s:
+            self._recent_live.popleft()
+        if self._open is not None:
+            self._open.live.add(count)
+        if self._after is not None:
+            self._after.live_after.add(count)
+
     def request_ended(self, success: bool) -> None:
         """A request ended by itself: aborts by its client are not told."""
         if success:
@@ -150,10 +209,11 @@ class ServiceFigures:
         if self._began is None:
             return
         self._shifts += 1
-        self._open = _Open(self._calm_rate(now), now, epoch)
+        rate = self._calm_rate(now)
+        self._open = _Open(rate, self._last_live, now, epoch)
 
     def _calm_rate(self, now: float) -> float:
-        """Tokens per second since the last shift, at most `around_s` back.
+        """Tokens per second since the last shift, at most `around_s` back; notes who was live.
 
         Where that is too short to say, what was before the last shift is what there was.
         """
@@ -164,6 +224,8 @@ class ServiceFigures:
             return self._last_rate
         count = sum(n for at, n in self._recent if at >= now - span)
         self._last_rate = count / span if span > 0 else 0.0
+        seen = [number for at, number in self._recent_live if at >= now - span]
+        self._last_live = _Live(sum(seen), len(seen))
         return self._last_rate
 
     def shift_ended(self, now: float) -> None:
@@ -176,10 +238,11 @@ class ServiceFigures:
         shift.ended = self._calm_since = now
         took = now - shift.began
         self._shifting_s += took
-        if shift.before > 0 and took > 0:
+        kept = shift.during(took)
+        if kept is not None:
             self._during_weight += took
-            self._during_sum += shift.tokens / shift.before
-            self._keep(shift.epoch, Kept(shift.tokens / shift.before / took))
+            self._during_sum += kept * took
+            self._keep(shift.epoch, Kept(kept))
         self._after = shift
 
     # ------------------------------------------------------------------ what it comes to
@@ -192,9 +255,10 @@ class ServiceFigures:
         if self._open is not None:
             took = now - self._open.began
             shifting += took
-            if self._open.before > 0 and took > 0:
+            kept = self._open.during(took)
+            if kept is not None:
                 during_weight += took
-                during_sum += self._open.tokens / self._open.before
+                during_sum += kept * took
         age = now - self._began if self._began is not None else 0.0
         ended = self._good + self._bad
         paused = now - self._paused_at if self._paused_at is not None else 0.0
@@ -220,11 +284,11 @@ class ServiceFigures:
         if after is None or after.ended is None:
             return
         span = now - after.ended
-        if after.before > 0 and span >= self._around_s / 10:
+        kept = after.after(span) if span >= self._around_s / 10 else None
+        if kept is not None:
             self._after_weight += span
-            self._after_sum += after.after_tokens / after.before
-            during = self._kept.get(after.epoch, Kept()).during
-            self._keep(after.epoch, Kept(during, after.after_tokens / after.before / span))
+            self._after_sum += kept * span
+            self._keep(after.epoch, Kept(self.kept(after.epoch).during, kept))
 
     def _keep(self, epoch: int, kept: Kept) -> None:
         self._kept[epoch] = kept

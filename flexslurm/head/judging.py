@@ -30,6 +30,7 @@ class Judge:
         if ledger.tokens > self._tokens:
             self._figures.tokens(now, ledger.tokens - self._tokens)
             self._tokens = ledger.tokens
+        self._figures.live(now, ledger.live)
         good = sum(ledger.finished.get(reason, 0) for reason in _GOOD)
         bad = ledger.finished.get(FinishReason.ERROR, 0)
         for _ in range(good - self._good):

@@ -193,6 +193,41 @@ def test_a_shift_right_after_another_is_not_judged_by_the_slow_time_between() ->
     assert figures.judge(40.0).kept_during == pytest.approx(0.5, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("live", "tokens", "during", "after"),
+    [
+        ((4, 4, 4), (100, 50, 90), 0.5, 0.9),
+        ((4, 0, 4), (100, 0, 90), None, 0.9),
+        ((0, 4, 4), (1, 90, 90), None, None),
+        ((4, 2, 1), (100, 50, 40), None, None),
+        ((1, 4, 4), (40, 90, 90), None, None),
+        ((4, 9, 9), (100, 20, 90), 0.2, 0.9),  # they pile up since it is slow
+        ((4, 0, 0), (0, 0, 0), None, None),
+    ],
+)
+def test_a_load_that_changed_says_nothing_of_the_shift(
+    live: tuple[int, int, int],
+    tokens: tuple[int, int, int],
+    during: float | None,
+    after: float | None,
+) -> None:
+    figures = ServiceFigures(around_s=10.0)
+    figures.serving(0.0)
+    for stretch, (start, stop) in enumerate([(0, 20), (20, 25), (25, 40)]):
+        if stretch == 1:
+            figures.shift_began(20.0, epoch=2)
+        if stretch == 2:
+            figures.shift_ended(25.0)
+        for second in range(start, stop):
+            figures.live(second + 0.5, live[stretch])
+            figures.tokens(second + 0.75, tokens[stretch])
+    found = figures.judge(45.0)
+    assert found.kept_during == (None if during is None else pytest.approx(during, rel=0.1))
+    assert found.kept_after == (None if after is None else pytest.approx(after, rel=0.1))
+    assert figures.kept(2).during == found.kept_during
+    assert "(1 shift)" in found.words()
+
+
 def test_the_first_install_is_no_shift_and_time_before_it_does_not_count() -> None:
     figures = ServiceFigures()
     figures.shift_began(5.0)

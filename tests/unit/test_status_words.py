@@ -34,5 +34,7 @@ def test_a_shift_s_line_says_what_throughput_it_kept_as_far_as_it_is_known() -> 
     assert "throughput kept" not in status(shifts=(SHIFT,))
     during = status(shifts=({**SHIFT, "kept_during": 0.934},))
     assert "throughput kept: 93% during\n" in during + "\n"
+    after = status(shifts=({**SHIFT, "kept_after": 0.4},))
+    assert "throughput kept: - during, 40% after" in after
     both = status(shifts=({**SHIFT, "kept_during": 0.934, "kept_after": 1.2},))
     assert "throughput kept: 93% during, 120% after" in both
