@@ -222,11 +222,20 @@ class ServiceFigures:
         span = min(self._around_s, now - calm)
         if span < self._around_s / 10 and self._calm_since is not None:
             return self._last_rate
+        span = self._alike_s(now, span)
         count = sum(n for at, n in self._recent if at >= now - span)
         self._last_rate = count / span if span > 0 else 0.0
         seen = [number for at, number in self._recent_live if at >= now - span]
         self._last_live = _Live(sum(seen), len(seen))
         return self._last_rate
+
+    def _alike_s(self, now: float, span: float) -> float:
+        """The latest part of a time, a tenth of `around_s` or more, with about its end's load."""
+        latest = self._recent_live[-1][1] if self._recent_live else 0
+        for at, count in reversed(self._recent_live if latest else ()):
+            if not latest / _LOAD_CHANGE <= count <= latest * _LOAD_CHANGE:
+                return min(span, max(now - at, self._around_s / 10))
+        return span
 
     def shift_ended(self, now: float) -> None:
         """It was committed or given up."""

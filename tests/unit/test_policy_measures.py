@@ -228,6 +228,18 @@ def test_a_load_that_changed_says_nothing_of_the_shift(
     assert "(1 shift)" in found.words()
 
 
+def test_a_shift_is_compared_with_the_load_that_it_met() -> None:
+    figures = ServiceFigures(around_s=10.0)
+    figures.serving(0.0)
+    for second in range(26):
+        if second == 20:
+            figures.shift_began(20.0)
+        figures.live(second + 0.5, 1 if second < 16 else 10)
+        figures.tokens(second + 0.75, 10 if second < 16 else 80 if second < 20 else 60)
+    figures.shift_ended(26.0)
+    assert figures.judge(26.0).kept_during == pytest.approx(0.75, rel=0.15)
+
+
 def test_the_first_install_is_no_shift_and_time_before_it_does_not_count() -> None:
     figures = ServiceFigures()
     figures.shift_began(5.0)
