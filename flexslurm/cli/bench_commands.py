@@ -146,6 +146,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    from flexslurm.engine.shift_plan import size
+    from flexslurm.engine.memory_plan import size
 
     return "-" if value is None else size(value)

@@ -270,6 +270,15 @@ def _gpu_bytes(shards: ShardMap, worker: str, arena: int, gpu: _Gpu) -> GpuBytes
     )
 
 
+def size(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
 def _span(piece: Piece, segment: Piece) -> int:
     """Bytes of a segment that a view of it keeps, alignment at both ends included."""
     start = (piece.lo - segment.lo) * piece.unit_bytes
@@ -281,11 +290,12 @@ def _judge(gpus: tuple[GpuBytes, ...], parked: int) -> MemoryPlan:
     worst = max(gpus, key=lambda gpu: (gpu.short, gpu.worker), default=None)
     if worst is None or worst.short == 0:
         free = min((gpu.arena - gpu.most for gpu in gpus), default=0)
-        why = f"both gears fit: at least {free} bytes stay free on every GPU"
+        why = f"both gears fit: at least {size(free)} stay free on every GPU"
         return MemoryPlan(gpus, Verdict.BESIDE, 0, why, 0)
     why = (
-        f"both gears do not fit: {worst.worker} would need {worst.most} bytes "
-        f"(weights {worst.old_weights} + {worst.new_weights}, pages {worst.old_pages} + "
-        f"{worst.new_pages}) and has {worst.arena}: {worst.short} are short"
+        f"both gears do not fit: {worst.worker} would need {size(worst.most)} "
+        f"(weights {size(worst.old_weights)} + {size(worst.new_weights)}, pages "
+        f"{size(worst.old_pages)} + {size(worst.new_pages)}) and has {size(worst.arena)}: "
+        f"{size(worst.short)} are short"
     )
     return MemoryPlan(gpus, Verdict.STOP, worst.short, why, parked)

@@ -13,7 +13,7 @@ import msgspec
 
 from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
 from flexslurm.engine.kv_moves import meetings, movable, route_costs
-from flexslurm.engine.memory_plan import MemoryPlan, Verdict, memory_plan
+from flexslurm.engine.memory_plan import MemoryPlan, Verdict, memory_plan, size
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, bytes_by_link, weight_moves
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
@@ -188,15 +188,6 @@ _WORDS = {
 
 def _named(sequences: Sequence[str]) -> str:
     return ", ".join(sequences[:8]) + (", …" if len(sequences) > 8 else "")
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
 
 
 def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:

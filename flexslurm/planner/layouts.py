@@ -87,7 +87,7 @@ def gear_of_layout(problem: Problem, signature: Signature, text: str) -> Gear:
     seats = _seats(signature, replicas)
     made = tuple(_replica(problem, one, nodes) for one, nodes in zip(replicas, seats, strict=True))
     gear = Gear(
-        name="",
+        name=text.strip(),  # until it is known to be one, for what is refused
         signature=signature,
         block_tokens=problem.limits.block_tokens,
         replicas=made,

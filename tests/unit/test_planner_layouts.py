@@ -71,7 +71,10 @@ def test_a_gear_of_a_layout_has_kv_seats_and_estimates() -> None:
     ("text", "said"),
     [
         ("a100 tp1 [0,4)", "ends at layer 4 of 6"),
-        ("a100 tp1 [0,4) → a100 tp1 [3,6)", "where a run from 4 is due"),
+        (
+            "a100 tp1 [0,4) → a100 tp1 [3,6)",
+            "gear a100 tp1 [0,4) → a100 tp1 [3,6): replica 0 has layers [3,6) where a run",
+        ),
         ("a100 tp4 [0,6)", "cannot be cut into tp4"),
         ("2x(a100 tp2 [0,6))", "no node has 2 free a100"),
         ("l40s tp1 [0,6)", "there is no 'l40s' here"),

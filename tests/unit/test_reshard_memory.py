@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine import footprint
-from flexslurm.engine.memory_plan import Verdict, memory_plan
+from flexslurm.engine.memory_plan import Verdict, memory_plan, size
 from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
 from flexslurm.engine.reshard import Link
 from flexslurm.engine.routing import LiveKv
-from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, plan_shift, size
+from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, plan_shift
 from flexslurm.planner.topology import Topology
 from tests.reshard_cases import BLOCK_TOKENS, CONFIGS, LAYERS, at, replica, shard_map
 
@@ -82,6 +83,7 @@ def test_a_cut_that_moves_by_one_layer_takes_one_layer() -> None:
     assert first.pages_after == 4 * 3 * 2 * shards.page_bytes
     assert plan.verdict is Verdict.BESIDE
     assert plan.short_bytes == plan.parked_bytes == 0
+    assert re.fullmatch(r"both gears fit: at least [\d.]+ MiB stay free on every GPU", plan.why)
 
 
 def test_partial_blocks_are_not_shared() -> None:
@@ -129,7 +131,7 @@ def test_what_does_not_fit_beside_is_said_to_the_byte() -> None:
     short = memory_plan(shards, old, new, {}, [live(9)], {"s": 0}, tight)
     assert short.verdict is Verdict.STOP
     assert short.short_bytes == 10
-    assert short.why.endswith(": 10 are short")
+    assert short.why.endswith(": 10 B are short")
     assert short.weights_fit, "only pages are too many"
     assert short.parked_bytes == 9 * 6 * 3 * shards.page_bytes
 
