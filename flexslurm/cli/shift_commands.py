@@ -40,16 +40,16 @@ def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None
 
 @click.command()
 @shared.SERVICE
-@click.argument("fragment")
+@click.argument("pilot")
 @shared.SERVICE_DIR
-def drain(service: str | None, fragment: str, service_dir: str | None) -> None:
+def drain(service: str | None, pilot: str, service_dir: str | None) -> None:
     """Move a service off a pilot, and end the pilot once nothing of it is used."""
     from flexslurm.cli.ask import ask
     from flexslurm.cli.service_commands import find_service
     from flexslurm.messages import AskDone, DrainAsk
 
     directory = find_service(service, service_dir)
-    answer = ask(directory, DrainAsk(fragment=fragment), timeout_s=5.0)
+    answer = ask(directory, DrainAsk(fragment=pilot), timeout_s=5.0)
     if isinstance(answer, AskDone):
         click.echo(answer.message)
 

@@ -84,8 +84,9 @@ def _shift(shift: Mapping[str, float | str]) -> str:
         f"{number('took_s'):.2f} s, {shift['outcome']}: {shift['why']}"
     )
     if number("sequences_moved") or number("sequences_recomputed"):
+        moved = number("sequences_moved")
         line += (
-            f"\n    KV: {number('sequences_moved'):.0f} sequences moved "
+            f"\n    KV: {moved:.0f} sequence{'s' * (moved != 1)} moved "
             f"({_size(number('kv_bytes'))} sent), {number('sequences_recomputed'):.0f} recomputed; "
             f"streams paused for {number('pause_s'):.3f} s"
         )

@@ -124,7 +124,7 @@ def _cancel(directory: ServiceDir, jobs: _Jobs, deadline: float, say: Say) -> No
     _end(LocalSubmitter(directory.path), here, deadline)
     if there:
         _end(_submitter(directory, jobs.cluster, jobs.allocation), there, deadline)
-    say(f"{len(jobs.pilots)} pilots have ended")
+    say(f"{len(jobs.pilots)} pilot{' has' if len(jobs.pilots) == 1 else 's have'} ended")
 
 
 def _end(owner: Submitter, ids: list[str], deadline: float) -> None:

@@ -130,7 +130,9 @@ def _take_back(
         return  # the names stay written down
     if new or unheard:
         submitter.cancel([*new, *unheard])
-        say(f"cancelled the {len(new) + len(unheard)} pilots that were submitted")
+        count = len(new) + len(unheard)
+        was = "pilot that was" if count == 1 else f"{count} pilots that were"
+        say(f"cancelled the {was} submitted")
     head.cancel(heads)
     with contextlib.suppress(OSError):  # the disk may be what failed
         _note(plan, [pilot for pilot in done if pilot.job_id not in new])

@@ -169,7 +169,8 @@ class Keeping:
         count = min(max(count, least), bounds.most)
         if count == self.wanted[entry]:
             return False
-        self._tell(f"{bounds.gpu_type}: {count} pilots instead of {self.wanted[entry]}: {why}",
+        words = f"{count} pilot{'s' * (count != 1)} instead of {self.wanted[entry]}"
+        self._tell(f"{bounds.gpu_type}: {words}: {why}",
                    what="wish", entry=entry, count=count, why=why)  # fmt: skip
         places = max(count - self.wanted[entry], 0)
         for name in [n for n, of in self.away.items() if of == entry][:places]:

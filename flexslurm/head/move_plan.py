@@ -64,7 +64,8 @@ def plan_moves(
     worker that takes part, or without anything that serves, the sequences that are live are
     recomputed.
     """
-    lines = (f"{stored} sequences wait with their KV in files",) if stored else ()
+    words = "1 sequence waits with its" if stored == 1 else f"{stored} sequences wait with their"
+    lines = (f"{words} KV in files",) if stored else ()
     bare = MovePlan(ask, ShiftOrder(Mode.RECOMPUTE, stored=bool(stored), lines=lines))
     going = bare.going
     if ask.old is None:

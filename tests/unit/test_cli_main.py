@@ -69,6 +69,13 @@ def test_help_is_quick() -> None:
     assert min(took) < 0.150
 
 
+@pytest.mark.parametrize("command", ["drain", "cordon"])
+def test_users_are_told_of_pilots(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.run([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "PILOT" in said and "fragment" not in said.lower()
+
+
 def test_help_lists_every_command() -> None:
     shown = flexslurm("--help").stdout
     for name, (_, words) in cli_main.COMMANDS.items():

@@ -483,6 +483,13 @@ def test_a_drained_pilot_that_has_ended_is_had_back() -> None:
     assert "drained" not in pool_lines(world.keeper, world.queue.now)[0]
 
 
+def test_one_pilot_is_told_of_as_one() -> None:
+    world = World(entry(1, 2, 2))
+    resize(world.keeper, -1, "idle")
+    world.step()
+    assert any("a100: 1 pilot instead of 2: idle" in line for line in world.said)
+
+
 def test_the_load_takes_the_place_of_one_that_was_drained() -> None:
     world = World(entry(2, 2, 2))
     world.step(times=4)

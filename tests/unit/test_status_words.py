@@ -34,6 +34,8 @@ def test_a_shift_s_line_says_what_throughput_it_kept_as_far_as_it_is_known() -> 
     assert "throughput kept" not in status(shifts=(SHIFT,))
     during = status(shifts=({**SHIFT, "kept_during": 0.934},))
     assert "throughput kept: 93% during\n" in during + "\n"
+    one = status(shifts=({**SHIFT, "sequences_moved": 1.0},))
+    assert "KV: 1 sequence moved" in one
     after = status(shifts=({**SHIFT, "kept_after": 0.4},))
     assert "throughput kept: - during, 40% after" in after
     both = status(shifts=({**SHIFT, "kept_during": 0.934, "kept_after": 1.2},))
