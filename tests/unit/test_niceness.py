@@ -12,15 +12,21 @@ from flexslurm.engine.niceness import NICENESS
 from tests.transfer_sides import Side, check, pull, two_sides, write
 
 
+OTHERS: set[threading.Thread] = set()
+"""Threads of sides that an earlier test closed may still be on their way out."""
+
+
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
     yield from two_sides()
 
 
 def priorities(*names: str) -> dict[str, set[int]]:
-    """Of the living threads of this process with such names."""
+    """Of the living threads of these sides with such names."""
     found: dict[str, set[int]] = {name: set() for name in names}
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - OTHERS:
         if thread.name in found and thread.native_id is not None:
             nice = os.getpriority(os.PRIO_PROCESS, thread.native_id)
             found[thread.name].add(nice)
