@@ -11,7 +11,6 @@ import pytest
 from flexslurm.engine.niceness import NICENESS
 from tests.transfer_sides import Side, check, pull, two_sides, write
 
-
 OTHERS: set[threading.Thread] = set()
 """Threads of sides that an earlier test closed may still be on their way out."""
 
