@@ -1,4 +1,4 @@
-"""Decisions of a whole service: a gear left for the load's sake, pilots that stay cordoned."""
+"""Decisions of a whole service: an operator's gear and the choice given back, cordoned pilots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         yield service
 
 
-def test_load_makes_an_optional_shift_and_no_stream_notices(
+def test_the_choice_given_back_shifts_at_once_and_no_stream_notices(
     service: RunningService, tiny_model: Path
 ) -> None:
     expected = oracle(tiny_model, some_asks(STREAMS, LONG))
@@ -53,38 +53,32 @@ def test_load_makes_an_optional_shift_and_no_stream_notices(
     assert best is not None and best.layout() != SLOW
     ask(service.directory, ShiftAsk(to=SLOW), 10.0)
     service.until(lambda s: gear_of(s) == SLOW and s.state == "serving")
-    ask(service.directory, ShiftAsk(to="best"), 10.0)
-    idle = service.until(lambda s: len(s.measured.get("windows", ())) == 2)
-    time.sleep(WINDOW_S)
-    idle = service.status()
-    assert gear_of(idle) == SLOW, "nobody asked for more than it does"
-    assert "1.00 times" in idle.reason or "below the benefit ratio" in idle.reason, idle.reason
 
     asks = some_asks(STREAMS, LONG)
-    began = time.monotonic()
     threads = service.start(asks)
-    status = service.until(lambda s: gear_of(s) not in (SLOW, None) and s.state == "serving")
+    service.until(lambda s: len(s.measured.get("windows", ())) == 2)
+    assert gear_of(service.status()) == SLOW, "an operator's gear stays, whatever the load"
+    ask(service.directory, ShiftAsk(to="best"), 10.0)
+    status = service.until(lambda s: gear_of(s) == best.layout() and s.state == "serving")
     last = status.shifts[-1]
-    waited_s = time.monotonic() - float(last["started_s_ago"]) - began
-    assert waited_s >= 1.4 * WINDOW_S, "two windows must agree"
     assert any(ask.finish is None for ask in asks), "the load was over before"
     finish(threads, 120)  # type: ignore[arg-type]
     check(asks, expected)
 
-    assert "is estimated at" in str(last["why"]) and "saturated" in str(last["why"]), last
+    assert "the choice was given back" in str(last["why"]), last
     assert last["outcome"] == "committed" and last["sequences_recomputed"] == 0, last
-    verdicts = [decision["verdict"] for decision in status.decisions]
-    assert "stay" in verdicts and "shift" in verdicts
+    assert "shift" in [decision["verdict"] for decision in status.decisions]
     assert f"shift: {last['why']}" in render_status(status)
     figures = service.status().figures
     assert figures["requests_succeeded"] == 1.0
     assert 0.0 < float(figures["time_shifting"] or 0) < 1.0
-    assert float(figures["throughput_kept_during"] or 0) > 0.0
+    kept = figures["throughput_kept_during"]  # none where the load itself changed meanwhile
+    assert kept is None or float(kept) > 0.0
     page = metrics(service)
     assert 'outcome="committed"} ' in page and "flexslurm_shift_duration_seconds_count" in page
     shifts = [line for line in page.splitlines() if line.startswith("flexslurm_shifts_total")]
     assert sum(float(line.rpartition(" ")[2]) for line in shifts) == len(status.shifts)
-    for name in ("throughput_kept_during", "requests_succeeded", "time_shifting"):
+    for name in ("requests_succeeded", "time_shifting"):
         assert f"flexslurm_{name}_ratio{{" in page, name
 
 
