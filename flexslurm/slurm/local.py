@@ -7,7 +7,6 @@ launcher. Any process that knows the service directory can ask for states or can
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from flexslurm.errors import EnvironmentFault, SlurmError
 from flexslurm.slurm import processes
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.jobs import JobInfo, unknown
+from flexslurm.slurm.json_files import read_json, write_json
 from flexslurm.slurm.script import HeadSpec, PilotSpec
 from flexslurm.slurm.states import JobState, job_state
 
@@ -57,9 +57,9 @@ class LocalSubmitter:
             directory = self._new_directory()
             spec.log_dir.mkdir(parents=True, exist_ok=True)
             job = self._job(directory.name, spec) | {"place": place}
-            _write(directory / "job.json", job)
+            write_json(directory / "job.json", job)
             keeper = self._start_keeper(directory, job["env"])
-            _write(directory / "keeper.json", {"keeper": keeper})
+            write_json(directory / "keeper.json", {"keeper": keeper})
         except BaseException as error:
             if keeper is not None:
                 _end_at_once(keeper[0])
@@ -95,13 +95,13 @@ class LocalSubmitter:
 
     def places(self) -> dict[str, str]:
         """The places of jobs of this machine that are not over, and the jobs' ids."""
-        jobs = {path.parent.name: _read(path) for path in self._jobs.glob("local-*/job.json")}
+        jobs = {path.parent.name: read_json(path) for path in self._jobs.glob("local-*/job.json")}
         here = {i: job for i, job in jobs.items() if job.get("place") and job["boot"] == _boot()}
         return {str(job["place"]): i for i, job in here.items() if not self._state(i).state.over}
 
     def command_of(self, job_id: str) -> tuple[str, ...]:
         """What the job runs; empty for one that is not known."""
-        return tuple(_read(self._jobs / job_id / "job.json").get("command", ()))
+        return tuple(read_json(self._jobs / job_id / "job.json").get("command", ()))
 
     def record_of(self, job_id: str) -> Path:
         """The file in which its state stands."""
@@ -118,7 +118,7 @@ class LocalSubmitter:
         keeper = self._keeper(job_id)
         if keeper is None or self._state(job_id).state is not JobState.RUNNING:
             raise SlurmError(f"the local job {job_id} does not run")
-        _write(self._jobs / job_id / "preempt.json", {"grace_s": grace_s, "away_s": away_s})
+        write_json(self._jobs / job_id / "preempt.json", {"grace_s": grace_s, "away_s": away_s})
         processes.send(keeper, signal.SIGUSR1)
 
     def resize(self, job_id: str, nodes: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class LocalSubmitter:
 
     def _keeper(self, job_id: str) -> processes.Process | None:
         """The living keeper of a job; an ended one that was our child is collected."""
-        identity = _read(self._jobs / job_id / "keeper.json").get("keeper")
+        identity = read_json(self._jobs / job_id / "keeper.json").get("keeper")
         if identity is None:
             return None
         process = processes.look(identity[0])
@@ -196,12 +196,12 @@ class LocalSubmitter:
 
     def _state(self, job_id: str) -> JobInfo:
         directory = self._jobs / job_id
-        job = _read(directory / "job.json")
+        job = read_json(directory / "job.json")
         if not job_id.startswith("local-") or not job:
             return unknown(job_id, "no such local job")
         ours = job["boot"] == _boot()
         alive = ours and self._keeper(job_id) is not None  # before its last word is read
-        status = _read(directory / "status.json")
+        status = read_json(directory / "status.json")
         state = job_state(str(status.get("state", "PENDING")))
         reason = str(status.get("reason", ""))
         if not ours and not state.over:
@@ -225,7 +225,7 @@ class LocalSubmitter:
         )
 
     def _tasks_left(self, job_id: str) -> list[processes.Process]:
-        tasks = _read(self._jobs / job_id / "status.json").get("tasks", [])
+        tasks = read_json(self._jobs / job_id / "status.json").get("tasks", [])
         found = (processes.look(pid) for pid, ticks in tasks if processes.alive(pid, ticks))
         return [process for process in found if process is not None]
 
@@ -237,7 +237,7 @@ class LocalSubmitter:
 
 
 def _name(path: Path) -> str:
-    return str(_read(path).get("name"))
+    return str(read_json(path).get("name"))
 
 
 def _end_at_once(keeper: int) -> None:
@@ -257,20 +257,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return os.uname().nodename
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a file at once; for its owner alone, since environments may hold secrets."""
-    part = path.with_name(path.name + ".part")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    part.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.slurm import processes
+from flexslurm.slurm.json_files import write_json
 from flexslurm.slurm.states import EXIT_GIVE_BACK
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1}
@@ -163,9 +164,7 @@ class Keeper:
             "state": state, "reason": reason, "exit_code": exit_code, "restarts": self.restarts,
             "preempt_at": preempt_at, "tasks": tasks, "started_at": self.started_at,
         }  # fmt: skip
-        part = self.directory / "status.json.part"
-        part.write_text(json.dumps(data), "utf-8")
-        part.replace(self.directory / "status.json")
+        write_json(self.directory / "status.json", data)
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.slurm import processes
+from flexslurm.slurm.json_files import read_json, write_json
 
 BEAT_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.4
@@ -158,24 +158,6 @@ def _spawn(told: dict[str, Any]) -> int:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
     )  # fmt: skip
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Replace a file at once; for its owner alone, since environments may hold secrets."""
-    part = path.with_name(f".{path.name}.part")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    part.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Empty where it cannot be read."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def main(argv: list[str]) -> int:

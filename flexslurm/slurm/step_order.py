@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from flexslurm.slurm.node_step import read_json, write_json
+from flexslurm.slurm.json_files import read_json, write_json
 
 READY_S = 120.0
 """For the step to start on the node."""

@@ -94,14 +94,14 @@ class TestLocal(SubmitterSuite):
 def test_a_job_that_cannot_be_written_down_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    write = local._write
+    write = local.write_json
 
     def full(path: Path, data: dict[str, object]) -> None:
         if path.name == fails_at:
             raise OSError(28, "No space left on device")
         write(path, data)
 
-    monkeypatch.setattr(local, "_write", full)
+    monkeypatch.setattr(local, "write_json", full)
     submitter = local.LocalSubmitter(tmp_path)
     spec = HeadSpec(name="h", command=("sleep", "60"), log_dir=tmp_path / "logs", env={})
     before = {process.pid for process in processes.everything()}
