@@ -41,7 +41,7 @@ def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
 
     home = Path(tempfile.mkdtemp(prefix="flexslurm-shifts-"))
     try:
-        with _sigterm_raises():
+        with sigterm_raises():
             figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
     finally:
         if keep:
@@ -57,7 +57,7 @@ def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """A SIGTERM ends us as Ctrl-C does, so that the services are ended first."""
 
     def end(number: int, _: object) -> None:

@@ -38,6 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import leaks
 import yaml
 
+from flexslurm.cli.bench_commands import sigterm_raises
+
 os.environ[leaks.TOKEN_VARIABLE] = uuid.uuid4().hex
 
 from flexslurm.cli.main import run as flexslurm
@@ -316,4 +318,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with sigterm_raises():
+        sys.exit(main(sys.argv[1:]))

@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch
 
+from flexslurm.cli.bench_commands import sigterm_raises
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.stage import Stage, StagePlan, build_stage
@@ -266,4 +267,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with sigterm_raises():
+        sys.exit(main())
