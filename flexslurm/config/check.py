@@ -19,6 +19,7 @@ from flexslurm.config.site import GpuType, Site
 from flexslurm.config.sources import Loaded, load_service, load_site
 from flexslurm.config.units import TIME
 from flexslurm.config.yaml_text import Loc
+from flexslurm.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ def load_service_and_site(
 ) -> tuple[Service, Site]:
     """Read and check both files under `--set` overrides and the environment.
 
-    Raises ConfigError naming the file, the line, the key and, where one is near, the legal word.
+    Raises ConfigError naming the file, the line, the key and, where one is near, the legal word,
+    and ModelError where the model's directory is none.
     """
     pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster, environ=environ)
     return pair.service.value, pair.site.value
@@ -129,19 +131,27 @@ def _check_partition(service: Loaded[Service], site: Loaded[Site], index: int) -
 
 
 def check_files(service: Loaded[Service]) -> None:
-    """Whether the files that the service names are there. Raises ConfigError."""
+    """Whether the files that the service names are there. Raises ConfigError, ModelError.
+
+    What is wrong with a model's directory is a ModelError in every command; here it says which
+    key of which file named it.
+    """
     model = Path(service.value.model.path)
-    at: Loc = ("model", "path")
     if not model.exists():
-        raise service.error(at, f"no model at {model}", _nearest_model(model))
+        raise _no_model(service, f"no model at {model}", _nearest_model(model))
     if not (model / "config.json").is_file():
         words = f"{model} is not a checkpoint directory: it has no config.json"
-        raise service.error(at, words, "'flexslurm model prepare' turns a GGUF file into one")
+        raise _no_model(service, words, "'flexslurm model prepare' turns a GGUF file into one")
     for loc in (("model", "chat_template"), ("gateway", "api_keys_file")):
         section, key = loc
         path = getattr(getattr(service.value, section), key)
         if path is not None and not Path(path).is_file():
             raise service.error(loc, f"no file at {path}")
+
+
+def _no_model(service: Loaded[Service], words: str, hint: str | None) -> ModelError:
+    place = service.error(("model", "path"), words)
+    return ModelError(place.message, hint=hint)
 
 
 def site_with_slurm(path: Path) -> Site:

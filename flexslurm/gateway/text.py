@@ -8,8 +8,9 @@ for tokenizers without that file, as in transformers.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,22 @@ class TextModel:
         config = _read_json(path / "config.json")
         config = config.get("text_config", config)
         generation = _read_json(path / "generation_config.json")
-        settings = _read_json(path / "tokenizer_config.json")
+        settings_file = path / "tokenizer_config.json"
+        settings = _read_json(settings_file)
         special = _special_tokens(path, settings)
         tokenizer = _load_tokenizer(path / "tokenizer.json")
-        _add_missing_tokens(tokenizer, settings, special)
-        sources = _template_sources(path, settings, chat_template)
+        with _as_transformers_writes(settings_file):
+            _add_missing_tokens(tokenizer, settings, special)
+            sources = _template_sources(path, settings, chat_template)
+        with _as_transformers_writes(path / "config.json"):
+            eos_ids = _eos_ids(tokenizer, special, generation, config)
+            vocab_size = _vocab_size(config)
         return cls(
             tokenizer,
-            eos_ids=_eos_ids(tokenizer, special, generation, config),
-            chat_template=ChatTemplate(sources, special) if sources else None,
+            eos_ids=eos_ids,
+            chat_template=_chat_template(sources, special, chat_template or path),
             defaults=_sampling_defaults(generation, path / "generation_config.json"),
-            vocab_size=_vocab_size(config),
+            vocab_size=vocab_size,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -123,6 +129,30 @@ def _most_chars_per_token(tokenizer: Tokenizer, decoding: Decoding) -> int | Non
         return None
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
     return _NORMALIZED_SHRINK * longest
+
+
+def _chat_template(
+    sources: dict[str, str], special: dict[str, str], place: Path
+) -> ChatTemplate | None:
+    if not sources:
+        return None
+    try:
+        return ChatTemplate(sources, special)
+    except ModelError as error:
+        raise ModelError(f"{place}: {error.message}", hint=error.hint) from error
+
+
+@contextlib.contextmanager
+def _as_transformers_writes(file: Path) -> Iterator[None]:
+    """What is read from JSON that has another shape is the file's fault: raises ModelError."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"{file}: not as transformers writes it ({words})",
+            hint="save the tokenizer again with tokenizer.save_pretrained",
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -44,7 +44,10 @@ def load_spec(model: str, dtype: str = "bfloat16", *, kv_dtype: str | None = Non
     if not isinstance(config, dict):
         raise ModelError(f"{file}: not a model's configuration")
     name = path.resolve().name if path.is_dir() else path.resolve().parent.name
-    return ModelSpec.from_config(config, dtype, kv_dtype=kv_dtype, name=name)
+    try:
+        return ModelSpec.from_config(config, dtype, kv_dtype=kv_dtype, name=name)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error.message}", hint=error.hint) from error
 
 
 def load_acted(topology: Topology, dtype: str) -> Mapping[str, ModelSpec]:

@@ -12,7 +12,7 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.config.sources import Loaded, from_environment, from_options, load_service, load_site
 from flexslurm.config.yaml_text import Origin
-from flexslurm.errors import ConfigError
+from flexslurm.errors import ConfigError, ModelError
 
 
 @pytest.fixture
@@ -198,7 +198,6 @@ def test_a_service_that_fits_its_site(files: tuple[Path, Path]) -> None:
         ("pool.0.partition=", "pool.0.partition", "which partition?", "--cluster local"),
         ("pool.0.gpus=5", "pool.0.gpus", "at most 4 GPUs, not 5", "more nodes"),
         ("pool.0.walltime=25h", "pool.0.walltime", "at most 24h", None),
-        ("model.path=models/smal", "model.path", "no model at", "prepare"),
         ("gateway.api_keys_file=none", "gateway.api_keys_file", "no file at", None),
         ("scheduling={plans: [wide], default_plan: wid}", "scheduling.default_plan",
          "not among", "did you mean 'wide'?"),
@@ -222,11 +221,14 @@ def test_errors_of_the_pair_name_file_and_line(files: tuple[Path, Path]) -> None
 
 
 def test_a_model_near_the_name_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelError, match=r"--set: model\.path: no model at ") as caught:
         load_pair(*files, overrides=[f"model.path={tmp_path}/models/smal"], environ={})
     assert caught.value.hint == "did you mean 'small'?"
+    with pytest.raises(ModelError) as far:
+        load_pair(*files, overrides=["model.path=models/other"], environ={})
+    assert "prepare" in (far.value.hint or "")
     (tmp_path / "models/small/config.json").unlink()
-    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+    with pytest.raises(ModelError, match=r"yaml:\d+: model\.path: .*it has no config\.json"):
         load_pair(*files, environ={})
 
 
