@@ -234,7 +234,12 @@ def _environment(site: Site, env: Mapping[str, str]) -> list[str]:
         "# sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.",
         "unset SLURM_TRES_PER_TASK",
     ]
-    variables = {**site.env, **env, "SUBMITIT_EXECUTOR": "slurm"}
+    variables = {
+        "SUBMITIT_LOG_LEVEL": "WARNING",  # the job's log is for what our processes say
+        **site.env,
+        **env,
+        "SUBMITIT_EXECUTOR": "slurm",
+    }
     return [*lines, *export_lines(variables), *site.setup]
 
 

@@ -16,6 +16,7 @@ trap told=yes TERM
 trap : USR1 USR2 CONT
 # sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.
 unset SLURM_TRES_PER_TASK
+export SUBMITIT_LOG_LEVEL=WARNING
 export SUBMITIT_EXECUTOR=slurm
 srun --unbuffered --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --output=/svc/logs/a100-1/chat.a100-1.%j.%n.log --open-mode=append /opt/py/bin/python -P -u -m submitit.core._submit /svc/jobs
 status=$?

@@ -23,6 +23,7 @@ trap told=yes TERM
 trap : USR1 USR2 CONT
 # sbatch sets it beside SLURM_CPUS_PER_TASK from 23.11 on, and srun refuses both.
 unset SLURM_TRES_PER_TASK
+export SUBMITIT_LOG_LEVEL=WARNING
 export HF_HOME='/scratch/it'"'"'s mine'
 export GREETING='$HOME; rm -rf /'
 export SUBMITIT_EXECUTOR=slurm
