@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +20,13 @@ import msgspec
 from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
 from flexslurm.cli.launch import LaunchPlan, Say, called, head_submitter, make_submitter
 from flexslurm.config.site import Site
-from flexslurm.errors import DeadlineExceeded, ServiceExists, ServiceUnreachable, SlurmError
+from flexslurm.errors import (
+    DeadlineExceeded,
+    FlexslurmError,
+    ServiceExists,
+    ServiceUnreachable,
+    SlurmError,
+)
 from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 if TYPE_CHECKING:
@@ -27,6 +34,10 @@ if TYPE_CHECKING:
     from flexslurm.slurm.script import PilotSpec
 
 _POLL_S = 0.25
+AT_ONCE = 16
+"""Pilots that a launch submits to Slurm; what more the pool asks for, the head does, in turn."""
+_PAUSE_S = 1.0
+"""Between those, where no head keeps the pool."""
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -63,9 +74,9 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
             refuse_if_running(directory)
             _end_old_head(plan, say)
             _check_port(plan)
-            kept, missing = _take_over(plan)
+            taken = _take_over(plan)
             _write_files(plan)
-            return _submit_all(plan, kept, missing, done, say)
+            return _submit_all(plan, taken, done, say)
     except ServiceExists:
         raise
     except BaseException:
@@ -74,32 +85,57 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
         raise
 
 
-def _submit_all(
-    plan: LaunchPlan, kept: Sequence[Pilot], missing: Sequence[Pilot], done: list[Pilot], say: Say
-) -> Pilots:
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What an earlier launch left, and what is missing."""
+
+    kept: list[Pilot]
+    missing: list[Pilot]
+    before: Pilots
+    """Whose sizes and drained pilots hold on; no jobs."""
+
+
+def _submit_all(plan: LaunchPlan, taken: _Taken, done: list[Pilot], say: Say) -> Pilots:
     """A name is written down before a job of it is submitted, and its id before signals come."""
-    submitter = make_submitter(plan)
+    submitter, before = make_submitter(plan), taken.before
     new: list[str] = []
-    done += kept
-    for pilot in kept:
+    done += taken.kept
+    for pilot in taken.kept:
         say(_submitted(plan, pilot, "took over"))
+    missing = _in_turn(plan, taken.missing, say)
     try:
         for pilot in missing:
+            if len(new) >= AT_ONCE and plan.cluster == "slurm":
+                time.sleep(_PAUSE_S)
             with _uninterrupted():
-                _note(plan, [*done, pilot])
+                _note(plan, before, [*done, pilot])
                 new.append(submitter.submit(_spec(plan, pilot)))
                 done.append(msgspec.structs.replace(pilot, job_id=new[-1]))
-                _note(plan, done)
+                _note(plan, before, done)
             say(_submitted(plan, done[-1], "submitted"))
         with _uninterrupted():
-            _note(plan, done, UNSENT)
-            made = _note(plan, done, head_submitter(plan).submit(plan.head))
+            _note(plan, before, done, UNSENT)
+            made = _note(plan, before, done, head_submitter(plan).submit(plan.head))
         say(f"submitted the head: job {made.head_job}")
         return made
     except BaseException:
         with _uninterrupted():
-            _take_back(plan, new, done, missing[len(new) :], say)
+            _take_back(plan, before, new, done, missing[len(new) :], say)
         raise
+
+
+def _in_turn(plan: LaunchPlan, missing: list[Pilot], say: Say) -> list[Pilot]:
+    """What this launch submits itself: a great many jobs at once are a burden on Slurm."""
+    from flexslurm.head.pilot_specs import the_first
+
+    if plan.cluster != "slurm" or not plan.service.keeping.enabled:
+        return missing
+    now = the_first(missing, AT_ONCE)
+    later = len(missing) - len(now)
+    if later:
+        every_s = 2 * plan.site.slurm.poll_interval
+        say(f"{later} of {len(missing)} pilots are left to the head: one every {every_s:g} s")
+    return now
 
 
 def _spec(plan: LaunchPlan, pilot: Pilot) -> PilotSpec:
@@ -108,14 +144,21 @@ def _spec(plan: LaunchPlan, pilot: Pilot) -> PilotSpec:
     return pilot_spec(pilot, plan.service, plan.site, plan.directory, plan.cluster)
 
 
-def _note(plan: LaunchPlan, pilots: Sequence[Pilot], head: str | None = None) -> Pilots:
-    noted = Pilots(plan.cluster, tuple(pilots), head, plan.allocation)
+def _note(
+    plan: LaunchPlan, before: Pilots, pilots: Sequence[Pilot], head: str | None = None
+) -> Pilots:
+    noted = msgspec.structs.replace(before, pilots=tuple(pilots), head_job=head)
     plan.directory.write_pilots(noted)
     return noted
 
 
 def _take_back(
-    plan: LaunchPlan, new: list[str], done: list[Pilot], left: Sequence[Pilot], say: Say
+    plan: LaunchPlan,
+    before: Pilots,
+    new: list[str],
+    done: list[Pilot],
+    left: Sequence[Pilot],
+    say: Say,
 ) -> None:
     """Cancel what this launch has submitted, answered or not; pilots it took over stay."""
     submitter, head = make_submitter(plan), head_submitter(plan)
@@ -135,7 +178,7 @@ def _take_back(
         say(f"cancelled the {was} submitted")
     head.cancel(heads)
     with contextlib.suppress(OSError):  # the disk may be what failed
-        _note(plan, [pilot for pilot in done if pilot.job_id not in new])
+        _note(plan, before, [pilot for pilot in done if pilot.job_id not in new])
 
 
 def _end_old_head(plan: LaunchPlan, say: Say) -> None:
@@ -252,7 +295,7 @@ def _before(plan: LaunchPlan) -> Pilots | None:
     return with_ids(before, plan.service.name, make_submitter(plan), head_submitter(plan))
 
 
-def _take_over(plan: LaunchPlan) -> tuple[list[Pilot], list[Pilot]]:
+def _take_over(plan: LaunchPlan) -> _Taken:
     """Pilots of an earlier launch that still wait or run, whose head is dead; and what is missing.
 
     Raises ServiceExists when they are not pilots of this pool.
@@ -260,12 +303,13 @@ def _take_over(plan: LaunchPlan) -> tuple[list[Pilot], list[Pilot]]:
     from flexslurm.head.pilot_specs import taken_over
 
     before = _before(plan)
+    holds = _what_holds(plan, before)
     alive: list[Pilot] = []
     if before is not None and before.pilots:
         states = make_submitter(plan).states([p.job_id for p in before.pilots])
         infos = [(pilot, states[pilot.job_id]) for pilot in before.pilots]
         alive = [pilot for pilot, info in infos if info.known and not info.state.over]
-    kept, others, missing = taken_over(alive, plan.service)
+    kept, others, missing = taken_over(alive, plan.service, holds)
     if before is not None and before.cluster != plan.cluster:
         others = alive
     if others:
@@ -274,7 +318,28 @@ def _take_over(plan: LaunchPlan) -> tuple[list[Pilot], list[Pilot]]:
             f"jobs of an earlier launch with another pool are still there: {jobs}",
             hint=f"flexslurm stop {called(plan)} ends them",
         )
-    return kept, missing
+    return _Taken(kept, missing, holds)
+
+
+def _what_holds(plan: LaunchPlan, before: Pilots | None) -> Pilots:
+    """Sizes that the load has asked for, and what was drained, hold on in a pool of the same file.
+
+    Who has changed the file's numbers wants those.
+    """
+    from flexslurm.config.schema import load_section
+    from flexslurm.config.service import Service
+    from flexslurm.head.pilot_specs import same_sizes
+
+    fresh = Pilots(plan.cluster, allocation=plan.allocation)
+    if before is None or before.cluster != plan.cluster or not before.wanted:
+        return fresh
+    try:
+        then = load_section(Service, plan.directory.service)
+    except FlexslurmError:
+        return fresh
+    if not same_sizes(then, plan.service) or len(before.wanted) != len(plan.service.pool):
+        return fresh
+    return msgspec.structs.replace(fresh, wanted=before.wanted, drained=before.drained)
 
 
 def cancel_all(plan: LaunchPlan, made: Pilots) -> None:

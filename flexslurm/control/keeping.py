@@ -5,20 +5,23 @@ Nothing here asks for a call to Slurm: `keeper` does, from what is left here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from flexslurm.control.keeper_trials import Trials
 from flexslurm.control.keeper_values import (
     Drain,
-    Entry,
     KeeperSettings,
-    Kept,
-    Stage,
+    KeptPilot,
+    PilotStage,
+    PoolEntry,
     Tell,
     Word,
 )
 from flexslurm.control.keeper_waits import Waits
 from flexslurm.wire.service_dir import Pilot
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class Keeping:
@@ -26,23 +29,25 @@ class Keeping:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[PoolEntry],
         settings: KeeperSettings,
         pilots: Iterable[Pilot],
         now: float,
         wanted: Sequence[int] = (),
+        drained: Mapping[str, int] = _NONE,
     ) -> None:
         """`pilots`: what was written down; intents among them may or may not have been done.
 
-        `wanted`: the sizes of the entries that a head before this one had come to.
+        `wanted`, `drained`: the sizes of the entries that a head before this one had come to, and
+        what was `away` then.
         """
         self.entries, self.settings = tuple(entries), settings
         self.trials, self.waits = Trials(settings), Waits()
         self.wanted = [entry.wanted for entry in entries]
         if len(wanted) == len(entries):
             self.wanted = [min(w, entry.most) for w, entry in zip(wanted, entries, strict=True)]
-        self.kept: dict[str, Kept] = {}
-        self.away: dict[str, int] = {}
+        self.kept: dict[str, KeptPilot] = {}
+        self.away = {name: of for name, of in drained.items() if 0 <= of < len(self.entries)}
         """Entries of pilots that an operator drained, by name; until the load takes the place."""
         self._strays: dict[str, int] = {}
         self._words: list[Word] = []
@@ -51,22 +56,22 @@ class Keeping:
         self._no_answers = 0
         self._said_stuck: dict[int, str] = {}
         for pilot in pilots:
-            stage = Stage.WAITING if pilot.job_id else Stage.INTENT
+            stage = PilotStage.WAITING if pilot.job_id else PilotStage.INTENT
             unsure = not pilot.job_id
-            self.kept[pilot.fragment] = Kept(pilot, now, stage, unsure)
+            self.kept[pilot.fragment] = KeptPilot(pilot, now, stage, unsure)
 
     def pilots(self) -> tuple[Pilot, ...]:
         """What is to be written down, before any call is made."""
         return tuple(kept.pilot for kept in self.kept.values())
 
-    def of_entry(self, entry: int) -> list[Kept]:
+    def of_entry(self, entry: int) -> list[KeptPilot]:
         return [kept for kept in self.kept.values() if kept.pilot.entry == entry]
 
     def count(self, entry: int) -> int:
         """Pilots there are or may be; one and its successor count as one."""
         return sum(kept.pilot.replaces not in self.kept for kept in self.of_entry(entry))
 
-    def staying(self, entry: int) -> list[Kept]:
+    def staying(self, entry: int) -> list[KeptPilot]:
         """Pilots that are to stay, and successors of those that are not; without hole fillers."""
         return [
             kept
@@ -84,7 +89,7 @@ class Keeping:
     def _tell(self, text: str, warning: bool = False, **record: object) -> None:
         self._words.append(Tell(text, warning, {"event": "pool", **record} if record else None))
 
-    def _once(self, kept: Kept, what: str, text: str) -> None:
+    def _once(self, kept: KeptPilot, what: str, text: str) -> None:
         if what not in kept.told:
             kept.told |= {what}
             self._tell(text, True, what=what, fragment=kept.fragment)
@@ -108,11 +113,11 @@ class Keeping:
     def end(self, fragment: str, why: str) -> None:
         """It is no longer wanted: cancelled where it waits, drained where it runs."""
         kept = self.kept[fragment]
-        if not kept.ending and kept.stage is not Stage.INTENT:
-            kept.ending, kept.stage = why, Stage.ENDING
+        if not kept.ending and kept.stage is not PilotStage.INTENT:
+            kept.ending, kept.stage = why, PilotStage.ENDING
             self._let_go(kept)
 
-    def _let_go(self, kept: Kept) -> None:
+    def _let_go(self, kept: KeptPilot) -> None:
         """Have one end that shall; nothing while it is not known whether it runs."""
         if kept.info is None:
             return
@@ -133,8 +138,8 @@ class Keeping:
         kept.ending, kept.drained, kept.draining = "an operator has drained it", True, True
         if not before and not kept.pilot.fills_hole:
             self.wanted[kept.pilot.entry] = max(self.wanted[kept.pilot.entry] - 1, 0)
-        if kept.stage is not Stage.INTENT:
-            kept.stage = Stage.ENDING
+        if kept.stage is not PilotStage.INTENT:
+            kept.stage = PilotStage.ENDING
             self._let_go(kept)
 
     def taken_back(self, fragment: str) -> None:
@@ -146,8 +151,8 @@ class Keeping:
         entry = kept.pilot.entry
         if not kept.pilot.fills_hole:
             self.wanted[entry] = min(self.wanted[entry] + 1, self.entries[entry].most)
-        if kept.stage is not Stage.INTENT:
-            kept.stage = Stage.WAITING if kept.running_since is None else Stage.RUNNING
+        if kept.stage is not PilotStage.INTENT:
+            kept.stage = PilotStage.WAITING if kept.running_since is None else PilotStage.RUNNING
 
     def bring_back(self, fragment: str) -> bool:
         """Have another in the place of one that was drained and has ended; False for any other."""
@@ -182,8 +187,8 @@ class Keeping:
         """End what is too much: what waits first, then what is idle, then the newest."""
         staying = self.staying(entry)
         order = sorted(
-            (k for k in staying if k.stage in (Stage.WAITING, Stage.RUNNING)),
-            key=lambda k: (k.stage is not Stage.WAITING, k.serving, -k.since),
+            (k for k in staying if k.stage in (PilotStage.WAITING, PilotStage.RUNNING)),
+            key=lambda k: (k.stage is not PilotStage.WAITING, k.serving, -k.since),
         )
         for kept in order[: max(len(staying) - self._target(entry), 0)]:
             self.end(kept.fragment, "it is more than is asked for")

@@ -13,11 +13,11 @@ import msgspec
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.keeper_load import LoadSettings
-from flexslurm.control.keeper_values import Entry, KeeperSettings, PilotShape
+from flexslurm.control.keeper_values import KeeperSettings, PilotShape, PoolEntry
 from flexslurm.head.agent_process import agent_command
 from flexslurm.slurm.job_names import UNSENT, pilot_job
 from flexslurm.slurm.script import PilotSpec
-from flexslurm.wire.service_dir import Pilot, ServiceDir
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 _KEPT = ("PYTHONPATH", "FLEXSLURM_LOG", "FLEXSLURM_WORKER_THREADS", "HF_HUB_OFFLINE")
 
@@ -27,10 +27,10 @@ def job_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environ[name] for name in _KEPT if name in environ}
 
 
-def entries_of(service: Service) -> tuple[Entry, ...]:
+def entries_of(service: Service) -> tuple[PoolEntry, ...]:
     """The pool as the keeper sees it."""
     return tuple(
-        Entry(
+        PoolEntry(
             gpu_type=entry.gpu_type,
             partition=entry.partition,
             shapes=tuple(PilotShape(shape.gpus, shape.nodes) for shape in entry.all_shapes),
@@ -93,6 +93,25 @@ def first_pilots(service: Service) -> list[Pilot]:
     return made
 
 
+def the_first(pilots: Sequence[Pilot], most: int) -> list[Pilot]:
+    """At most so many of them, of all entries alike, in the order they came in."""
+    turns: dict[int, int] = {}
+    ranked = []
+    for place, pilot in enumerate(pilots):
+        turns[pilot.entry] = turns.get(pilot.entry, 0) + 1
+        ranked.append((turns[pilot.entry], place))
+    return [pilots[place] for place in sorted(place for _, place in sorted(ranked)[:most])]
+
+
+def same_sizes(one: Service, other: Service) -> bool:
+    """Whether the pools have the same entries, with the same numbers of pilots."""
+    sizes = [
+        [(e.gpu_type, e.partition, e.least, e.wanted, e.most) for e in entries_of(service)]
+        for service in (one, other)
+    ]
+    return sizes[0] == sizes[1]
+
+
 def entry_of(pilot: Pilot, service: Service) -> int | None:
     """The entry of a pool that a pilot would do for; None: it is none of this pool's."""
     for index, entry in enumerate(entries_of(service)):
@@ -104,13 +123,16 @@ def entry_of(pilot: Pilot, service: Service) -> int | None:
 
 
 def taken_over(
-    alive: Sequence[Pilot], service: Service
+    alive: Sequence[Pilot], service: Service, before: Pilots | None = None
 ) -> tuple[list[Pilot], list[Pilot], list[Pilot]]:
     """Of an earlier launch's pilots: those that stay, those of another pool; and what is missing.
 
-    Pilots beyond the entry's maximum count as those of another pool.
+    Pilots beyond the entry's maximum count as those of another pool. `before`: what the earlier
+    head had come to, where its sizes and what was drained then are to hold on.
     """
     entries = entries_of(service)
+    before = before or Pilots("")
+    wanted = before.wanted or tuple(entry.wanted for entry in entries)
     counts = [0] * len(entries)
     kept: list[Pilot] = []
     others: list[Pilot] = []
@@ -121,10 +143,10 @@ def taken_over(
             continue
         counts[index] += 1
         kept.append(msgspec.structs.replace(pilot, entry=index))
-    names = {pilot.fragment for pilot in kept}
+    names = {pilot.fragment for pilot in kept} | before.drained.keys()
     missing = []
     for pilot in first_pilots(service):
-        if counts[pilot.entry] >= entries[pilot.entry].wanted:
+        if counts[pilot.entry] >= wanted[pilot.entry]:
             continue
         counts[pilot.entry] += 1
         fresh = _named(pilot, names)

@@ -18,14 +18,14 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.events import Cordon, Event, PartNode, PilotGone
 from flexslurm.control.keeper import PoolKeeper
-from flexslurm.control.keeper_load import Load, LoadJudge, pool_lines, resize
+from flexslurm.control.keeper_load import LoadJudge, ServiceLoad, pool_lines, resize
 from flexslurm.control.keeper_values import (
     Call,
-    Cancel,
+    CancelJobs,
     Drain,
     Forget,
-    Gone,
     Look,
+    PilotEnded,
     Present,
     Resize,
     SeekHoles,
@@ -71,12 +71,13 @@ class Pool:
         self._tell, self._record, self._now = tell, record, now
         self.keeper = PoolKeeper(
             entries_of(service), keeper_settings(service, site), pilots.pilots, now(),
-            pilots.wanted,
+            pilots.wanted, pilots.drained,
         )  # fmt: skip
         self._judge = LoadJudge(load_settings(service))
         self._began, self._settled, self._closed = now(), False, False
-        self._ticked = False
-        self._written = (pilots.pilots, pilots.wanted)
+        self._counted_off = bool(pilots.wanted)
+        """Whether what is said to drain now has been counted off, by the head before this one."""
+        self._written = (pilots.pilots, pilots.wanted, pilots.drained)
         self._out: asyncio.Future[Any] | None = None
         self._submitting = ""
         self._holes: HoleLooks | None = None
@@ -130,7 +131,7 @@ class Pool:
         match call:
             case Submit(pilot):
                 await self._submit(pilot)
-            case Cancel(jobs):
+            case CancelJobs(jobs):
                 await self._cancel(jobs)
             case Resize():
                 await self._resize(call)
@@ -241,7 +242,9 @@ class Pool:
 
     # ------------------------------------------------------------------ for the head's loop
 
-    def tick(self, members: Members, load: Callable[[], Load], serving: Iterable[str]) -> None:
+    def tick(
+        self, members: Members, load: Callable[[], ServiceLoad], serving: Iterable[str]
+    ) -> None:
         """Take in who is here and how busy the service is; call it a few times a second."""
         now = self._now()
         if now < self._seen_at + _SEE_EVERY_S:
@@ -250,10 +253,10 @@ class Pool:
         self.keeper.present(now, _present(members, self.keeper.kept, set(serving)))
         for fragment, kept in self.keeper.kept.items():
             if fragment in members.draining:
-                self.keeper.drained_by_hand(fragment, before=not self._ticked)
+                self.keeper.drained_by_hand(fragment, before=self._counted_off)
             elif kept.drained:
                 self.keeper.taken_back(fragment)
-        self._ticked = True
+        self._counted_off = False
         self._part(members)
         if now >= self._load_at + _LOAD_EVERY_S:
             self._load_at = now
@@ -298,21 +301,24 @@ class Pool:
                         self._record(dict(record))
                 case Drain(fragment, _):
                     self._tell(Cordon(fragment, cordon=True, drain=True))
-                case Gone(fragment, why):
+                case PilotEnded(fragment, why):
                     self._tell(PilotGone(fragment, why))
                 case Forget():
                     pass  # its cordon ends with its last agent, in `tick`
 
     def _write(self) -> bool:
         """Write down what there is, where it is another than before; whether it is on disk."""
-        state = (self.keeper.pilots(), tuple(self.keeper.wanted))
+        keeper = self.keeper
+        state = (keeper.pilots(), tuple(keeper.wanted), dict(keeper.away))
         if state == self._written or not self._is_settled():
             return state == self._written
         try:
             before = self._directory.pilots()
             if before is None:
                 return False  # `stop` has taken it away
-            made = msgspec.structs.replace(before, pilots=state[0], wanted=state[1])
+            made = msgspec.structs.replace(
+                before, pilots=state[0], wanted=state[1], drained=state[2]
+            )
             self._directory.write_pilots(made)
         except (OSError, FlexslurmError) as error:
             log.warning("the list of pilots cannot be written: %s", error)
@@ -337,10 +343,10 @@ def open_pool(
     return Pool(service, site, directory, pilots, submitter, tell=tell, record=record)
 
 
-def load_of(figures: Figures, max_batch: int) -> Load:
+def load_of(figures: Figures, max_batch: int) -> ServiceLoad:
     """The ledger's figures as the load."""
     totals = figures.replicas
-    return Load(
+    return ServiceLoad(
         running=totals.running,
         waiting=max(figures.live - totals.running, 0),
         seats=totals.replicas * max_batch,

@@ -82,6 +82,8 @@ class Pilots(msgspec.Struct, frozen=True):
     """The job whose steps all of this is, in cluster `allocation`."""
     wanted: tuple[int, ...] = ()
     """Pilots that each entry of the pool is to have now; empty: as the service file says."""
+    drained: dict[str, int] = {}
+    """Pilots that an operator drained and that have ended, with their entries of the pool."""
 
 
 class ServiceDir:
@@ -152,6 +154,17 @@ class ServiceDir:
 
     def pilots(self) -> Pilots | None:
         return _read(self._pilots, Pilots)
+
+    def jobs_now(self) -> frozenset[str]:
+        """Ids of the jobs that belong to the service now; empty where the list is damaged."""
+        try:
+            pilots = self.pilots()
+        except ServiceError:
+            return frozenset()
+        if pilots is None:
+            return frozenset()
+        ids = (*(pilot.job_id for pilot in pilots.pilots), pilots.head_job, pilots.allocation)
+        return frozenset(job for job in ids if job)
 
     def write_pilots(self, pilots: Pilots) -> None:
         write_atomically(self._pilots, msgspec.json.format(msgspec.json.encode(pilots)))

@@ -84,10 +84,15 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> LaunchPlan:
+    return plan_of(tmp_path, 3)
+
+
+def plan_of(tmp_path: Path, count: int, keeping: str = "{}") -> LaunchPlan:
     service = parse_section(
         Service,
         "name: chat\nmodel: {path: /m}\n"
-        "pool: [{gpu_type: a100, gpus: 1, partition: p, count: 3}]\n",
+        f"pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]\n"
+        f"keeping: {keeping}\n",
         "f",
     )
     site = parse_section(Site, "name: s\ngpu_types: {a100: {}}\npartitions: {p: {}}\n", "f")
@@ -263,6 +268,47 @@ def test_a_stop_ends_jobs_that_no_list_has(
     stopping.stop_service(plan.directory, 0.0, 5.0, silent)
     assert jobs.alive == {}
     assert plan.directory.pilots() == Pilots("slurm")
+
+
+def test_a_large_pool_is_no_burst(
+    tmp_path: Path, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head submits the rest, one in two of the poller's calls."""
+    pauses: list[float] = []
+    monkeypatch.setattr(submitting.time, "sleep", pauses.append)
+    said: list[str] = []
+    made = submitting.execute(plan_of(tmp_path, 100), said.append)
+    assert len(made.pilots) == submitting.AT_ONCE and len(jobs.alive) == submitting.AT_ONCE + 1
+    assert jobs.names[made.head_job or ""] == "chat.head" and pauses == []
+    assert "84 of 100 pilots are left to the head: one every 10 s" in said
+
+
+def test_a_large_pool_that_no_head_keeps_is_submitted_slowly(
+    tmp_path: Path, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        submitting.time, "sleep", lambda seconds: pauses.append((len(jobs.made), seconds))
+    )
+    made = submitting.execute(plan_of(tmp_path, 19, "{enabled: false}"), silent)
+    assert len(made.pilots) == 19
+    assert pauses == [(submitting.AT_ONCE + n, 1.0) for n in range(3)]
+
+
+def test_what_an_operator_drained_is_not_submitted_by_the_next_launch(
+    plan: LaunchPlan, jobs: FakeJobs
+) -> None:
+    """Unless the file's numbers are others than before."""
+    submitting.execute(plan, silent)
+    jobs.cancel(["2", "4"])
+    left = (Pilot("a100-1", "1", "p", "a100", 1, 1), Pilot("a100-3", "3", "p", "a100", 1, 1))
+    plan.directory.write_pilots(Pilots("slurm", left, "4", None, (2,), {"a100-2": 0}))
+    made = submitting.execute(plan, silent)
+    assert made.pilots == left and (made.wanted, made.drained) == ((2,), {"a100-2": 0})
+    jobs.cancel([made.head_job or ""])
+    more = plan_of(plan.directory.path.parent, 4)
+    made = submitting.execute(more, silent)
+    assert len(made.pilots) == 4 and (made.wanted, made.drained) == ((), {})
 
 
 def test_a_launch_takes_over_pilots_that_a_head_has_renamed(

@@ -8,17 +8,17 @@ import pytest
 from fake_slurm_queue import FakeQueue
 
 from flexslurm.control.keeper import PoolKeeper
-from flexslurm.control.keeper_load import Load, LoadJudge, LoadSettings, pool_lines, resize
+from flexslurm.control.keeper_load import LoadJudge, LoadSettings, ServiceLoad, pool_lines, resize
 from flexslurm.control.keeper_values import (
-    Cancel,
+    CancelJobs,
     Drain,
-    Entry,
     KeeperSettings,
     Look,
     PilotShape,
+    PilotStage,
+    PoolEntry,
     Present,
     Resize,
-    Stage,
     Submit,
     Tell,
 )
@@ -31,7 +31,9 @@ ONE = (PilotShape(4),)
 class World:
     """A keeper and a queue; each `step` is one interval, with one call to Slurm."""
 
-    def __init__(self, *entries: Entry, pilots: tuple[Pilot, ...] = (), **settings: float) -> None:
+    def __init__(
+        self, *entries: PoolEntry, pilots: tuple[Pilot, ...] = (), **settings: float
+    ) -> None:
         self.queue = FakeQueue()
         self.keeper = PoolKeeper(
             entries,
@@ -55,7 +57,7 @@ class World:
             case Submit(pilot):
                 job = queue.submit(pilot, self.walltime_s)
                 keeper.submitted(queue.now, pilot.fragment, job)
-            case Cancel(jobs):
+            case CancelJobs(jobs):
                 for job in jobs:
                     queue.end(job, JobState.CANCELLED)
                 keeper.cancelled(jobs)
@@ -83,7 +85,7 @@ class World:
             self.look()
 
     def join(self) -> None:
-        running = [k.fragment for k in self.keeper.kept.values() if k.stage is Stage.RUNNING]
+        running = [k.fragment for k in self.keeper.kept.values() if k.stage is PilotStage.RUNNING]
         self.present |= {name: Present(True, True) for name in running}
         self.keeper.present(self.queue.now, self.present)
 
@@ -94,8 +96,8 @@ class World:
         return self.keeper.kept[fragment].pilot.job_id
 
 
-def entry(least: int = 2, wanted: int = 2, most: int = 2, **more: object) -> Entry:
-    return Entry("a100", "scavenge", ONE, least, wanted, most, **more)  # type: ignore[arg-type]
+def entry(least: int = 2, wanted: int = 2, most: int = 2, **more: object) -> PoolEntry:
+    return PoolEntry("a100", "scavenge", ONE, least, wanted, most, **more)  # type: ignore[arg-type]
 
 
 def test_the_pool_is_filled_one_call_at_a_time() -> None:
@@ -132,7 +134,7 @@ def test_a_requeued_pilot_is_waited_for() -> None:
     assert len(world.queue.submissions) == 2
     world.begin = True
     world.step()
-    assert world.keeper.kept["a100-1"].stage is Stage.RUNNING
+    assert world.keeper.kept["a100-1"].stage is PilotStage.RUNNING
 
 
 def test_a_pilot_that_dies_at_once_is_given_up_and_tried_again_much_later() -> None:
@@ -183,7 +185,7 @@ def test_a_refusal_that_passes_is_tried_again() -> None:
 
 def test_a_refused_shape_gives_way_to_the_next() -> None:
     shapes = (PilotShape(8), PilotShape(2))
-    world = World(Entry("a100", "scavenge", shapes, 1, 1, 1))
+    world = World(PoolEntry("a100", "scavenge", shapes, 1, 1, 1))
     world.refuse = "Requested node configuration is not available"
     world.step()
     world.refuse = ""
@@ -193,7 +195,7 @@ def test_a_refused_shape_gives_way_to_the_next() -> None:
 
 def test_a_shape_that_waits_too_long_gives_way_to_the_next() -> None:
     shapes = (PilotShape(8), PilotShape(2))
-    world = World(Entry("a100", "scavenge", shapes, 1, 1, 1), waiting_s=600)
+    world = World(PoolEntry("a100", "scavenge", shapes, 1, 1, 1), waiting_s=600)
     world.begin = False
     world.step(times=119)
     assert [job.pilot.gpus for job in world.queue.alive()] == [8]
@@ -399,7 +401,7 @@ def test_a_load_that_lasts_asks_for_more_up_to_the_maximum_one_at_a_time() -> No
     sizes = []
     for _ in range(100):
         world.step()
-        step, why = judge.take(world.queue.now, Load(16, 5, 16, 0.5))
+        step, why = judge.take(world.queue.now, ServiceLoad(16, 5, 16, 0.5))
         resize(world.keeper, step, why)
         sizes.append(len(world.names()))
     assert sizes[0] == 1 and max(sizes) == sizes[-1] == 3
@@ -415,7 +417,7 @@ def test_idle_pilots_are_let_go_down_to_the_minimum() -> None:
     judge = LoadJudge(LoadSettings(low_for_s=300))
     for _ in range(200):
         world.step()
-        step, why = judge.take(world.queue.now, Load(1, 0, 16, 0.1))
+        step, why = judge.take(world.queue.now, ServiceLoad(1, 0, 16, 0.1))
         resize(world.keeper, step, why)
         for name in world.drains:
             if name in world.keeper.kept:
@@ -430,7 +432,7 @@ def test_a_short_peak_or_lull_changes_nothing(waiting: int) -> None:
     answers = set()
     for second in range(0, 1000, 10):
         busy = second % 50 == 0
-        load = Load(16, waiting, 16, 0.5) if busy else Load(0, 0, 16, 0.1)
+        load = ServiceLoad(16, waiting, 16, 0.5) if busy else ServiceLoad(0, 0, 16, 0.1)
         answers.add(judge.take(float(second), load)[0])
     assert answers == {0}
 
@@ -483,6 +485,25 @@ def test_a_drained_pilot_that_has_ended_is_had_back() -> None:
     assert "drained" not in pool_lines(world.keeper, world.queue.now)[0]
 
 
+def test_what_was_drained_stays_away_under_the_next_head() -> None:
+    world = World(entry(2, 2, 2))
+    world.step(times=4)
+    world.keeper.drained_by_hand("a100-2")
+    world.queue.end(world.job("a100-2"), JobState.COMPLETED, 0)
+    world.step(times=3)
+    before = world.keeper
+    world.keeper = PoolKeeper(
+        before.entries, KeeperSettings(), before.pilots(), world.queue.now, before.wanted,
+        {**before.away, "of-no-entry": 7},
+    )  # fmt: skip
+    world.step(times=20)
+    assert world.names() == ["a100-1"] and len(world.queue.submissions) == 2
+    assert "drained: a100-2 (" in pool_lines(world.keeper, world.queue.now)[0]
+    assert world.keeper.bring_back("a100-2")
+    world.step(times=3)
+    assert world.names() == ["a100-1", "a100-2"]
+
+
 def test_one_pilot_is_told_of_as_one() -> None:
     world = World(entry(1, 2, 2))
     resize(world.keeper, -1, "idle")
@@ -505,7 +526,7 @@ def test_the_load_takes_the_place_of_one_that_was_drained() -> None:
 
 def test_a_node_is_taken_from_its_job_once_its_agent_has_ended() -> None:
     shapes = (PilotShape(4, 2),)
-    world = World(Entry("a100", "scavenge", shapes, 1, 1, 1))
+    world = World(PoolEntry("a100", "scavenge", shapes, 1, 1, 1))
     world.step(times=2)
     world.queue.set("1", JobState.RUNNING, nodes=("n1", "n2"), batch_host="n1")
     world.step()
@@ -518,7 +539,7 @@ def test_a_node_is_taken_from_its_job_once_its_agent_has_ended() -> None:
 
 
 def test_a_site_that_forbids_it_is_said_and_the_pilot_goes_on() -> None:
-    world = World(Entry("a100", "scavenge", (PilotShape(4, 2),), 1, 1, 1))
+    world = World(PoolEntry("a100", "scavenge", (PilotShape(4, 2),), 1, 1, 1))
     world.step(times=2)
     world.queue.set("1", JobState.RUNNING, nodes=("n1", "n2"), batch_host="n1")
     world.step()

@@ -10,9 +10,15 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.errors import ConfigError
-from flexslurm.head.pilot_specs import entries_of, first_pilots, pilot_spec, taken_over
+from flexslurm.head.pilot_specs import (
+    entries_of,
+    first_pilots,
+    pilot_spec,
+    taken_over,
+    the_first,
+)
 from flexslurm.slurm.script import pilot_options
-from flexslurm.wire.service_dir import Pilot, ServiceDir
+from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 
 def service(pool: str) -> Service:
@@ -39,6 +45,21 @@ def test_the_first_pilots_are_numbered_by_gpu_type() -> None:
         ("a100-1", 4, 0), ("a100-2", 4, 0), ("a100-3", 1, 1)
     ]  # fmt: skip
     assert [entry.most for entry in entries_of(TWO)] == [3, 1]
+
+
+def test_the_first_of_a_large_pool_are_of_all_its_entries() -> None:
+    pool = service("[{gpu_type: a100, gpus: 1, count: 5}, {gpu_type: l40s, gpus: 1, count: 2}]")
+    first = first_pilots(pool)
+    assert names(the_first(first, 5)) == ["a100-1", "a100-2", "a100-3", "l40s-1", "l40s-2"]
+    assert the_first(first, 7) == the_first(first, 100) == first
+
+
+def test_what_was_drained_is_not_missing() -> None:
+    before = Pilots("slurm", wanted=(1, 1), drained={"a100-1": 0})
+    kept, others, missing = taken_over([], TWO, before)
+    assert (kept, others) == ([], [])
+    # its name stays free: it may be had back
+    assert [(p.fragment, p.entry) for p in missing] == [("a100-2", 0), ("a100-3", 1)]
 
 
 def test_pilots_that_are_there_stay_under_their_names() -> None:

@@ -16,7 +16,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.events import Cordon, PartNode
-from flexslurm.control.keeper_load import Load
+from flexslurm.control.keeper_load import ServiceLoad
 from flexslurm.control.members import Members
 from flexslurm.errors import ServiceError, SlurmError, SlurmUnavailable
 from flexslurm.head.poller import JobPoller
@@ -27,7 +27,7 @@ from flexslurm.slurm.script import PilotSpec
 from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
-IDLE = Load(0, 0, 16, 0.5)
+IDLE = ServiceLoad(0, 0, 16, 0.5)
 
 
 class FakeSubmitter:
@@ -83,6 +83,7 @@ pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]
         self.now = 0.0
         self.submitter = FakeSubmitter(FakeQueue(), lambda: self.now)
         self.records: list[dict[str, Any]] = []
+        self.members = Members()
         self.directory.write_pilots(pilots or Pilots("slurm"))
 
     def filled(self) -> Bench:
@@ -94,6 +95,10 @@ pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]
             made.append(Pilot(pilot.fragment, job, "p", "a100", 1, 1))
         self.directory.write_pilots(Pilots("slurm", tuple(made), "999999"))
         return self
+
+    def drain(self, fragment: str) -> None:
+        """An operator's order, as the members have it."""
+        self.members.draining.add(fragment)
 
     def pool(self) -> Pool:
         pilots = self.directory.pilots()
@@ -119,7 +124,7 @@ pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]
                 self.now = start + loop.time()
                 while due and due[0][0] <= loop.time():
                     due.pop(0)[1]()
-                pool.tick(Members(), lambda: IDLE, ())
+                pool.tick(self.members, lambda: IDLE, ())
                 assert not task.done(), task.exception()
                 await asyncio.sleep(1.0)
             task.cancel()
@@ -191,6 +196,40 @@ def test_what_is_submitted_is_written_down_before(tmp_path: Path) -> None:
     after = bench.directory.pilots()
     assert after is not None and [p.job_id for p in after.pilots] == ["1"]
     assert after.wanted == (1,)
+
+
+def test_what_was_drained_is_written_down(tmp_path: Path) -> None:
+    """The next head submits nothing in its place, and can have it back."""
+    bench = Bench(tmp_path, 2).filled()
+    bench.run(
+        60,
+        (10, lambda: bench.drain("a100-2")),
+        (20, lambda: bench.submitter.queue.end("2", JobState.COMPLETED, 0)),
+    )
+    after = bench.directory.pilots()
+    assert after is not None and (after.wanted, after.drained) == ((1,), {"a100-2": 0})
+    bench.members = Members()
+    pool = bench.run(120)
+    assert "drained: a100-2 (" in pool.lines()[0]
+    assert "sbatch" not in {what for _, what in bench.submitter.calls}
+    assert pool.bring_back("a100-2")
+    bench.now += 1.0
+    pool.tick(Members(), lambda: IDLE, ())
+    back = bench.directory.pilots()
+    assert back is not None and (back.wanted, back.drained) == ((2,), {})
+
+
+def test_a_drain_that_the_next_head_sees_to_its_end_is_counted_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 2).filled()
+    bench.run(30, (10, lambda: bench.drain("a100-2")))
+    bench.run(60, (20, lambda: bench.submitter.queue.end("2", JobState.COMPLETED, 0)))
+    after = bench.directory.pilots()
+    assert after is not None and (after.wanted, after.drained) == ((1,), {"a100-2": 0})
+    # a launch of a file with other numbers has forgotten the sizes, but not the order
+    bench.filled()
+    bench.run(30)
+    again = bench.directory.pilots()
+    assert again is not None and again.wanted == (1,)
 
 
 def test_a_head_that_dies_in_a_submission_leaves_no_second_job(tmp_path: Path) -> None:
