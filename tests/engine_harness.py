@@ -13,7 +13,7 @@ import torch
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.batch import Batch
 from flexslurm.engine.sampling import sample
-from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
 from flexslurm.messages import Chunk, ChunkSampling, SamplingParams
 
 GREEDY = SamplingParams()
@@ -75,7 +75,7 @@ def chunk_of(line: Line, most: int) -> Chunk:
     return chunk
 
 
-def step(stages: Sequence[Stage], chunks: Sequence[Chunk]) -> dict[str, int]:
+def step(stages: Sequence[LoadedStage], chunks: Sequence[Chunk]) -> dict[str, int]:
     """One micro-batch through the whole pipeline; the tokens by sequence."""
     batch = Batch.from_chunks(chunks, stages[0].plan.block_tokens)
     hidden: torch.Tensor | None = None
@@ -88,7 +88,7 @@ def step(stages: Sequence[Stage], chunks: Sequence[Chunk]) -> dict[str, int]:
 
 
 def run(
-    stages: Sequence[Stage], lines: Sequence[Line], *, seed: int = 0, most_chunk: int = 7
+    stages: Sequence[LoadedStage], lines: Sequence[Line], *, seed: int = 0, most_chunk: int = 7
 ) -> list[list[int]]:
     """Run all lines to their end: they enter one by one, in chunks of random size, in any order."""
     draw = random.Random(seed)
@@ -111,7 +111,7 @@ def run(
 def pipeline(
     path: Path, cuts: Sequence[int], arena: Arena, *, dtype: str = "float64", block_tokens: int = 4,
     kv_blocks: int = 64,
-) -> list[Stage]:  # fmt: skip
+) -> list[LoadedStage]:  # fmt: skip
     """Stages of one rank each, cut at these layers: `[0, 2, 6]` gives two."""
     return [
         build_stage(

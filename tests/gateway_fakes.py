@@ -29,7 +29,7 @@ from flexslurm.gateway.api import create_app
 from flexslurm.gateway.card import Bounds, ModelCard
 from flexslurm.gateway.chat_template import ChatTemplate
 from flexslurm.gateway.metrics import Metrics
-from flexslurm.gateway.port import Limits, Serving
+from flexslurm.gateway.port import ServedLimits, Serving
 from flexslurm.gateway.server import GatewayServer
 from flexslurm.gateway.text import TextModel
 from flexslurm.messages import FinishReason, SequenceRequest, TokenEvent, TokenLogprobs
@@ -213,8 +213,8 @@ class FakeGenerator:
                 live.stream.open_ids.discard(seq_id)
                 live.stream.changed.set()
 
-    def limits(self) -> Limits:
-        return Limits(self.context, self.model_context)
+    def limits(self) -> ServedLimits:
+        return ServedLimits(self.context, self.model_context)
 
     def serving(self) -> Serving:
         running = 0 if self.held else len(self.live)

@@ -41,7 +41,7 @@ _LOOK_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What is measured, on which model. Layouts are of a100 (roomy) or l40s (tight)."""
 
     model: Mapping[str, Any]
@@ -54,7 +54,9 @@ class Plan:
 
 
 @contextmanager
-def launched(home: Path, model: Path, plan: Plan, env: Mapping[str, str]) -> Iterator[BenchService]:
+def launched(
+    home: Path, model: Path, plan: BenchPlan, env: Mapping[str, str]
+) -> Iterator[BenchService]:
     """Launch as `flexslurm launch --cluster local` does; end it whatever happens."""
     service = parse_section(Service, yaml.safe_dump(_service(model, plan)), "service.yaml")
     site = parse_section(Site, yaml.safe_dump(_site(plan, env)), "site.yaml")
@@ -67,7 +69,7 @@ def launched(home: Path, model: Path, plan: Plan, env: Mapping[str, str]) -> Ite
         stop_service(directory, 0.0, 30.0, lambda _: None)
 
 
-def _service(model: Path, plan: Plan) -> dict[str, Any]:
+def _service(model: Path, plan: BenchPlan) -> dict[str, Any]:
     return {
         "name": "bench",
         "model": {"path": str(model), "dtype": "float64", "name": "bench"},
@@ -84,7 +86,7 @@ def _service(model: Path, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _site(plan: Plan, env: Mapping[str, str]) -> dict[str, Any]:
+def _site(plan: BenchPlan, env: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": "bench",
         "slurm": {"poll_interval": "0.5s", "kill_wait": "2s"},
@@ -96,7 +98,7 @@ def _site(plan: Plan, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _link(plan: Plan) -> dict[str, Any]:
+def _link(plan: BenchPlan) -> dict[str, Any]:
     if not plan.link_bytes_per_s:
         return {}
     return {"gpu_link": {"bandwidth": f"{plan.link_bytes_per_s / 1e6:.0f} MB/s"}}
@@ -105,7 +107,7 @@ def _link(plan: Plan) -> dict[str, Any]:
 class BenchService:
     """A service that is asked for gears while it streams."""
 
-    def __init__(self, plan: launching.LaunchPlan, bench: Plan) -> None:
+    def __init__(self, plan: launching.LaunchPlan, bench: BenchPlan) -> None:
         self._plan, self._bench = plan, bench
         self._directory = plan.directory
 

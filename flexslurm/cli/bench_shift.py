@@ -15,7 +15,7 @@ import msgspec
 
 from flexslurm.cli.bench_link import measure_link
 from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
-from flexslurm.cli.bench_service import BLOCK_TOKENS, Plan, Say, launched
+from flexslurm.cli.bench_service import BLOCK_TOKENS, BenchPlan, Say, launched
 from flexslurm.cli.demo_streams import StreamRun
 from flexslurm.errors import ServiceError
 
@@ -99,19 +99,19 @@ def _walk(layers: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-QUICK = Plan(
+QUICK = BenchPlan(
     model={"layers": 6, "hidden": 48, "heads": 6, "kv_heads": 3, "intermediate": 768},
     memory={"a100": "64MiB", "l40s": "6MiB"},
     walk=tuple(_walk(6)[n] for n in (0, 6, 10, 11, 12)),
 )
-FULL = Plan(
+FULL = BenchPlan(
     model={"layers": 12, "hidden": 192, "heads": 6, "kv_heads": 6, "intermediate": 1536},
     memory={"a100": "512MiB", "l40s": "94MiB"},
     walk=_walk(12),
 )
 
 
-def measure_shifts(home: Path, plan: Plan, say: Say) -> list[ShiftFigures]:
+def measure_shifts(home: Path, plan: BenchPlan, say: Say) -> list[ShiftFigures]:
     """All shifts of a plan. Raises FlexslurmErrors of what cannot be launched or shifted."""
     from flexslurm.engine.shift_plan import LinkRates
     from flexslurm.engine.tiny import write_tiny_model

@@ -19,7 +19,7 @@ import click
 from flexslurm.cli import shared_options as shared
 
 if TYPE_CHECKING:
-    from flexslurm.cli.doctor_words import Verdict
+    from flexslurm.cli.doctor_words import CheckVerdict
     from flexslurm.config.site import Site
     from flexslurm.slurm.client import SlurmClient
 
@@ -70,7 +70,7 @@ def doctor(
 
 def _login_checks(
     site: Site | None, site_file: Path | None, model: Path | None
-) -> Iterator[Verdict]:
+) -> Iterator[CheckVerdict]:
     from flexslurm.cli.doctor_probe import facts
     from flexslurm.cli.doctor_verdicts import judge_node
     from flexslurm.cli.doctor_words import ok
@@ -88,7 +88,7 @@ def _login_checks(
     yield from judge_node(me, _virtual(site))
 
 
-def _slurm(client: SlurmClient) -> Iterator[Verdict]:
+def _slurm(client: SlurmClient) -> Iterator[CheckVerdict]:
     from flexslurm.cli.doctor_words import fail, ok
     from flexslurm.errors import FlexslurmError
 
@@ -110,7 +110,7 @@ def _slurm(client: SlurmClient) -> Iterator[Verdict]:
     yield ok("nodes", "controller", f"{usable} of {len(nodes)} usable now")
 
 
-def _rest(site: Site | None) -> Iterator[Verdict]:
+def _rest(site: Site | None) -> Iterator[CheckVerdict]:
     """slurmrestd, where the site file names one."""
     from flexslurm.cli.doctor_words import fail, ok
     from flexslurm.errors import FlexslurmError
@@ -129,7 +129,7 @@ def _rest(site: Site | None) -> Iterator[Verdict]:
     yield ok("slurmrestd", settings.url, f"answers in {time.monotonic() - began:.2f} s")
 
 
-def _site(site_file: Path) -> Iterator[Verdict]:
+def _site(site_file: Path) -> Iterator[CheckVerdict]:
     from flexslurm.cli.doctor_words import fail, note, ok
     from flexslurm.cli.site_commands import findings_of
     from flexslurm.config.sources import load_site
@@ -148,7 +148,7 @@ def _site(site_file: Path) -> Iterator[Verdict]:
         yield ok("site file", site_file.name, f"{len(loaded.value.partitions)} partitions")
 
 
-def _packages(me: dict[str, Any]) -> Iterator[Verdict]:
+def _packages(me: dict[str, Any]) -> Iterator[CheckVerdict]:
     """Whether what flexslurm says it needs is there."""
     from importlib import metadata
 
@@ -174,7 +174,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _directory(path: Path) -> Iterator[Verdict]:
+def _directory(path: Path) -> Iterator[CheckVerdict]:
     """Writable, with room, and on a server whose clock agrees with ours."""
     from flexslurm.cli.doctor_verdicts import clock
     from flexslurm.cli.doctor_words import fail, note, ok
@@ -217,7 +217,7 @@ def _virtual(site: Site | None) -> bool:
 
 def _job_checks(
     site: Site | None, site_file: Path | None, model: Path | None, timeout_s: float
-) -> Iterator[Verdict]:
+) -> Iterator[CheckVerdict]:
     from flexslurm.cli.doctor_verdicts import judge_meeting, judge_node
     from flexslurm.slurm.client import SlurmClient
     from flexslurm.slurm.each_node import nodes_of_allocation, on_each_node

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flexslurm.cli.doctor_words import Verdict, fail, note, ok
+from flexslurm.cli.doctor_words import CheckVerdict, fail, note, ok
 
 _SLOW = 0.9
 """Of the rate that the site file gives a link: rates are told in round figures."""
 
 
-def judge_fabric(me: dict[str, Any], where: str) -> list[Verdict]:
+def judge_fabric(me: dict[str, Any], where: str) -> list[CheckVerdict]:
     """The ports of one node: up, at their rate, without errors."""
     ports = me["fabric"]
     if not ports:
@@ -41,7 +41,7 @@ def judge_fabric(me: dict[str, Any], where: str) -> list[Verdict]:
     return [*found, ok("fabric", where, told)]
 
 
-def _port(port: dict[str, Any], where: str) -> Iterator[Verdict]:
+def _port(port: dict[str, Any], where: str) -> Iterator[CheckVerdict]:
     if not port["active"]:
         mend = "leave it out of NCCL_IB_HCA, or mend it"
         yield note("fabric", where, f"{_name(port)} is down", mend)
@@ -60,7 +60,7 @@ def _up(ports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [port for port in ports if port["active"]]
 
 
-def judge_nccl(me: dict[str, Any], where: str) -> list[Verdict]:
+def judge_nccl(me: dict[str, Any], where: str) -> list[CheckVerdict]:
     """NCCL itself, where there are cards, and whether what the site file names is here."""
     found = []
     env = me["network"].get("nccl_env", {})
@@ -89,7 +89,7 @@ def nccl_names(text: str) -> tuple[bool, bool, list[str]]:
     return exact, excluded, [name for name in names if name]
 
 
-def _devices(text: str, ports: Sequence[dict[str, Any]], where: str) -> list[Verdict]:
+def _devices(text: str, ports: Sequence[dict[str, Any]], where: str) -> list[CheckVerdict]:
     exact, excluded, names = nccl_names(text)
     if excluded:
         return []
@@ -108,7 +108,7 @@ def _devices(text: str, ports: Sequence[dict[str, Any]], where: str) -> list[Ver
     return found
 
 
-def _interface(text: str, interfaces: Sequence[str], where: str) -> list[Verdict]:
+def _interface(text: str, interfaces: Sequence[str], where: str) -> list[CheckVerdict]:
     exact, excluded, names = nccl_names(text)
     if excluded or any(_matches(name, set(interfaces), exact) for name in names):
         return []
@@ -120,7 +120,7 @@ def _matches(name: str, there: set[str], exact: bool) -> bool:
     return name in there if exact else any(other.startswith(name) for other in there)
 
 
-def compare_fabrics(nodes: Sequence[dict[str, Any]]) -> list[Verdict]:
+def compare_fabrics(nodes: Sequence[dict[str, Any]]) -> list[CheckVerdict]:
     """A node with fewer or slower ports than the others holds all of them up."""
     told = {str(me["node"]): _rails(me["fabric"]) for me in nodes if me["fabric"]}
     if len(set(told.values())) < 2:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexslurm.cli.doctor_fabric import compare_fabrics, judge_fabric, judge_nccl
-from flexslurm.cli.doctor_words import Result, Verdict, fail, note, ok
+from flexslurm.cli.doctor_words import CheckVerdict, Result, fail, note, ok
 from flexslurm.config.units import SIZE
 
 _LEAST_MEMORY = 2 * 2**30
@@ -15,7 +15,7 @@ _GPU_TAKEN = 0.1
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 1.0, 30.0
 
 
-def judge_node(me: dict[str, Any], virtual: bool) -> list[Verdict]:
+def judge_node(me: dict[str, Any], virtual: bool) -> list[CheckVerdict]:
     """What one node says of itself. `virtual`: the site's GPUs need no cards."""
     where = str(me["node"])
     found = [_address(me, where), _memory(me, where), _gpus(me, where, virtual)]
@@ -25,7 +25,7 @@ def judge_node(me: dict[str, Any], virtual: bool) -> list[Verdict]:
     return found
 
 
-def _address(me: dict[str, Any], where: str) -> Verdict:
+def _address(me: dict[str, Any], where: str) -> CheckVerdict:
     told = me["address"]
     if "problem" in told:
         return fail("address", where, told["problem"], "mend 'network' in the site file")
@@ -37,7 +37,7 @@ def _address(me: dict[str, Any], where: str) -> Verdict:
     return ok("address", where, told["address"])
 
 
-def _memory(me: dict[str, Any], where: str) -> Verdict:
+def _memory(me: dict[str, Any], where: str) -> CheckVerdict:
     free = int(me["memory_free_bytes"])
     words = f"{free / 2**30:.1f} GiB free"
     if free < _LEAST_MEMORY:
@@ -45,7 +45,7 @@ def _memory(me: dict[str, Any], where: str) -> Verdict:
     return ok("memory", where, words)
 
 
-def _gpus(me: dict[str, Any], where: str, virtual: bool) -> Verdict:
+def _gpus(me: dict[str, Any], where: str, virtual: bool) -> CheckVerdict:
     told = me["gpus"]
     if virtual:
         return ok("gpus", where, "virtual: no card is needed")
@@ -71,7 +71,7 @@ def _gpus(me: dict[str, Any], where: str, virtual: bool) -> Verdict:
     return ok("gpus", where, words)
 
 
-def _slurm(told: dict[str, str], where: str) -> Verdict:
+def _slurm(told: dict[str, str], where: str) -> CheckVerdict:
     if "problem" in told:
         return note(
             "slurm", where, told["problem"],
@@ -80,13 +80,13 @@ def _slurm(told: dict[str, str], where: str) -> Verdict:
     return ok("slurm", where, told["version"])
 
 
-def _model(told: dict[str, Any], where: str) -> Verdict:
+def _model(told: dict[str, Any], where: str) -> CheckVerdict:
     if "problem" in told:
         return fail("model", where, told["problem"], "put the model where all nodes can read it")
     return ok("model", where, f"{told['files']} files read in {told['seconds']:g} s")
 
 
-def judge_meeting(nodes: Sequence[dict[str, Any]], wanted: int) -> list[Verdict]:
+def judge_meeting(nodes: Sequence[dict[str, Any]], wanted: int) -> list[CheckVerdict]:
     """What the nodes say of each other."""
     found = []
     missing = wanted - len(nodes)
@@ -114,7 +114,7 @@ def judge_meeting(nodes: Sequence[dict[str, Any]], wanted: int) -> list[Verdict]
     return [*found, *compare_fabrics(nodes)]
 
 
-def _equal(check: str, values: Sequence[str]) -> list[Verdict]:
+def _equal(check: str, values: Sequence[str]) -> list[CheckVerdict]:
     kinds = Counter(values)
     if not kinds:
         return []
@@ -124,7 +124,7 @@ def _equal(check: str, values: Sequence[str]) -> list[Verdict]:
     return [fail(check, "job", told, "bring the nodes to one version")]
 
 
-def _met(met: dict[str, Any], where: str) -> list[Verdict]:
+def _met(met: dict[str, Any], where: str) -> list[CheckVerdict]:
     if "problem" in met:
         return [
             fail("shared directory", where, met["problem"],
@@ -141,7 +141,7 @@ def _met(met: dict[str, Any], where: str) -> list[Verdict]:
     return found + _peers(met["peers"], where)
 
 
-def _peers(peers: dict[str, dict[str, Any]], where: str) -> list[Verdict]:
+def _peers(peers: dict[str, dict[str, Any]], where: str) -> list[CheckVerdict]:
     if not peers:
         return []
     deaf = {name: peer["problem"] for name, peer in peers.items() if "problem" in peer}
@@ -163,7 +163,7 @@ def _peers(peers: dict[str, dict[str, Any]], where: str) -> list[Verdict]:
     return [*found, clock(where, skew_s, name)]
 
 
-def clock(where: str, skew_s: float, against: str) -> Verdict:
+def clock(where: str, skew_s: float, against: str) -> CheckVerdict:
     """A verdict on a difference of clocks."""
     words = f"{skew_s:+.3f} s against {against}"
     if abs(skew_s) > _CLOCK_FAIL_S:
@@ -173,7 +173,7 @@ def clock(where: str, skew_s: float, against: str) -> Verdict:
     return ok("clock", where, words)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def table(verdicts: Sequence[CheckVerdict]) -> str:
     """Columns, and for each failure and note the mend."""
     rows = [(v.result.value, v.check, v.where, v.words) for v in verdicts]
     widths = [max(len(row[i]) for row in rows) for i in range(3)] if rows else [0, 0, 0]

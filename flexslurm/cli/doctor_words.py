@@ -13,7 +13,7 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """One check at one place."""
 
     check: str
@@ -23,13 +23,13 @@ class Verdict:
     mend: str = ""
 
 
-def ok(check: str, where: str, words: str) -> Verdict:
-    return Verdict(check, where, Result.OK, words)
+def ok(check: str, where: str, words: str) -> CheckVerdict:
+    return CheckVerdict(check, where, Result.OK, words)
 
 
-def note(check: str, where: str, words: str, mend: str = "") -> Verdict:
-    return Verdict(check, where, Result.NOTE, words, mend)
+def note(check: str, where: str, words: str, mend: str = "") -> CheckVerdict:
+    return CheckVerdict(check, where, Result.NOTE, words, mend)
 
 
-def fail(check: str, where: str, words: str, mend: str) -> Verdict:
-    return Verdict(check, where, Result.FAIL, words, mend)
+def fail(check: str, where: str, words: str, mend: str) -> CheckVerdict:
+    return CheckVerdict(check, where, Result.FAIL, words, mend)

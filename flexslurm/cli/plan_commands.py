@@ -157,7 +157,7 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
 
 def _goal(options: Mapping[str, Any]) -> Any:
     from flexslurm.cli.plan_inputs import read_pairs, read_slo, read_workload
-    from flexslurm.planner.workload import Goal, Limits, Objective
+    from flexslurm.planner.workload import EngineLimits, Goal, Objective
 
     option = "--capacity" if options["capacity"] is not None else "--workload"
     text = options["capacity"] if options["capacity"] is not None else options["workload"]
@@ -167,7 +167,7 @@ def _goal(options: Mapping[str, Any]) -> Any:
     return Goal(
         read_workload(pairs, option),
         read_slo(options["slo"]),
-        Limits(
+        EngineLimits(
             block_tokens=options["block_tokens"],
             max_batch=options["max_batch"],
             max_batch_tokens=options["max_batch_tokens"],

@@ -11,7 +11,7 @@ import msgspec
 from flexslurm.gear import Gear, NoGear, Replica, Signature
 
 if TYPE_CHECKING:
-    from flexslurm.planner.capacity import Capacity, Point
+    from flexslurm.planner.capacity import Capacity, CapacityPoint
     from flexslurm.planner.explain import Explained
     from flexslurm.planner.model_spec import ModelSpec
     from flexslurm.planner.problem import StageKind
@@ -193,13 +193,13 @@ def capacity_report(found: Capacity, prices: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _point(point: Point, prices: Mapping[str, float]) -> tuple[str, str, str, str]:
+def _point(point: CapacityPoint, prices: Mapping[str, float]) -> tuple[str, str, str, str]:
     cost = f" at {point.cost:g}" if prices else ""
     each = f"{point.tokens_per_s / point.gpus:,.1f}"
     return str(point.gpus), f"{point.tokens_per_s:,.1f}", each, f"{point.signature}{cost}"
 
 
-def point_json(point: Point) -> dict[str, Any]:
+def point_json(point: CapacityPoint) -> dict[str, Any]:
     return {
         "gpus": point.gpus,
         "cost": point.cost,
@@ -208,7 +208,7 @@ def point_json(point: Point) -> dict[str, Any]:
     }
 
 
-def _thin(curve: Sequence[Point], most: int = 24) -> list[Point]:
+def _thin(curve: Sequence[CapacityPoint], most: int = 24) -> list[CapacityPoint]:
     """Some of the points, the first and the last among them."""
     if len(curve) <= most:
         return list(curve)

@@ -15,7 +15,7 @@ from flexslurm.cli import shared_options as shared
 
 if TYPE_CHECKING:
     from flexslurm.planner.links import LinkRow
-    from flexslurm.slurm.link_probe import Answer
+    from flexslurm.slurm.link_probe import ProbeResult
 
 _TABLE_ROWS = 20
 
@@ -56,7 +56,7 @@ def probe(**options: Any) -> None:
     click.echo(_report(rows, answer, options["path"]))
 
 
-def _measure(options: dict[str, Any]) -> Answer:
+def _measure(options: dict[str, Any]) -> ProbeResult:
     from flexslurm.config.check import site_with_slurm
     from flexslurm.config.sources import load_site
     from flexslurm.slurm import probing
@@ -82,7 +82,7 @@ def _measure(options: dict[str, Any]) -> Answer:
     return probing.on_slurm(site, asked, say)
 
 
-def _write(answer: Answer, path: Path) -> tuple[LinkRow, ...]:
+def _write(answer: ProbeResult, path: Path) -> tuple[LinkRow, ...]:
     from flexslurm.errors import EnvironmentFault
     from flexslurm.planner.links import LinkRow, read_links, write_links
     from flexslurm.wire.files import write_atomically
@@ -96,7 +96,7 @@ def _write(answer: Answer, path: Path) -> tuple[LinkRow, ...]:
     return read_links(text, str(path))
 
 
-def _report(rows: tuple[LinkRow, ...], answer: Answer, path: Path) -> str:
+def _report(rows: tuple[LinkRow, ...], answer: ProbeResult, path: Path) -> str:
     from flexslurm.planner.links import node_link, pair_links
 
     pairs = pair_links(rows)

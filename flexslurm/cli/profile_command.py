@@ -17,7 +17,7 @@ from flexslurm.cli import shared_options as shared
 if TYPE_CHECKING:
     from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import Site
-    from flexslurm.engine.trial import Outcome, Run, Served, Trial
+    from flexslurm.engine.trial import Run, Served, Trial, TrialOutcome
     from flexslurm.planner.problem import Problem, StageKind
     from flexslurm.planner.profiles import Profile, Row
 
@@ -125,7 +125,7 @@ def plan_trial(site: Site, tp: int, options: dict[str, Any]) -> Trial:
     from flexslurm.engine.trial import Grid, Trial, plan
     from flexslurm.errors import ConfigError
     from flexslurm.planner.topology import Topology
-    from flexslurm.planner.workload import Limits
+    from flexslurm.planner.workload import EngineLimits
 
     model, dtype = options["model"].absolute(), options["dtype"]
     if dtype not in DTYPE_BYTES:
@@ -133,7 +133,7 @@ def plan_trial(site: Site, tp: int, options: dict[str, Any]) -> Trial:
     info = check_model(model)
     topology = Topology.from_site(site, dtype)
     gpu = topology.gpu(options["gpu_type"])
-    arena = Limits().arena_bytes(gpu.memory_bytes)
+    arena = EngineLimits().arena_bytes(gpu.memory_bytes)
     grid = Grid(
         options["max_batch"], options["max_tokens"], options["max_context"],
         options["block_tokens"],
@@ -212,7 +212,7 @@ def served_problem(
     from flexslurm.planner.files import load_acted, load_spec
     from flexslurm.planner.problem import Problem
     from flexslurm.planner.topology import Topology
-    from flexslurm.planner.workload import Goal, Limits, Workload
+    from flexslurm.planner.workload import EngineLimits, Goal, Workload
 
     spec = load_spec(str(options["model"]), options["dtype"])
     topology = msgspec.structs.replace(Topology.from_site(site, options["dtype"]), step_s=0.0)
@@ -220,7 +220,7 @@ def served_problem(
     prompt = max(1, min(SERVED_TOKENS, options["max_tokens"], context // 2))
     goal = Goal(
         Workload(prompt, min(SERVED_TOKENS, context - prompt)),
-        limits=Limits(
+        limits=EngineLimits(
             block_tokens=options["block_tokens"], max_batch=options["max_batch"],
             max_batch_tokens=options["max_tokens"], max_context=context,
         ),
@@ -237,7 +237,7 @@ def head_row(served: Served, profile: Profile, site: Site, options: dict[str, An
     return Row("head", served.layers, served.batch, 0, max(0.0, served.cycle_s - step_s))
 
 
-def write(outcome: Outcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
+def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
     """The profile's file, read back before anybody relies on it."""
     from flexslurm.engine.trial import check_rows, rows_of
     from flexslurm.errors import EnvironmentFault

@@ -17,7 +17,7 @@ import msgspec
 
 from flexslurm.cli.served_trial import Say, ServeAsk, serve
 from flexslurm.engine.profiling import run
-from flexslurm.engine.trial import Outcome, Trial
+from flexslurm.engine.trial import Trial, TrialOutcome
 from flexslurm.errors import FlexslurmError
 
 
@@ -43,7 +43,7 @@ def _end(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _served(outcome: Outcome, file: Path, say: Say) -> Outcome:
+def _served(outcome: TrialOutcome, file: Path, say: Say) -> TrialOutcome:
     ask = msgspec.json.decode(file.read_bytes(), type=ServeAsk)
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         del os.environ[name]  # its processes are of this trial, and no pilots of the job

@@ -18,7 +18,7 @@ import msgspec
 from flexslurm import errors
 from flexslurm.cli.served_trial import CYCLES_S, START_S, ServeAsk
 from flexslurm.config.site import Site
-from flexslurm.engine.trial import Outcome, Trial
+from flexslurm.engine.trial import Trial, TrialOutcome
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, SlurmError
 
 Say = Callable[[str], None]
@@ -42,7 +42,7 @@ class Where:
 
 def run_trial(
     trial: Trial, served: ServeAsk | None, site: Site, where: Where, home: Path, say: Say
-) -> Outcome:
+) -> TrialOutcome:
     """The trial's outcome; raises the error it ended with.
 
     `served`: what is served afterwards. `home` is a directory that the node sees too; what is
@@ -82,14 +82,14 @@ def _command(place: Path) -> tuple[str, ...]:
     return (sys.executable, "-P", "-u", "-m", module, *map(str, files))
 
 
-def _read(place: Path) -> Outcome:
+def _read(place: Path) -> TrialOutcome:
     try:
         data = (place / "result.json").read_bytes()
     except OSError:
         raise EnvironmentFault(
             f"the trial ended without a result; its last words:\n{_tail(place)}"
         ) from None
-    outcome = msgspec.json.decode(data, type=Outcome)
+    outcome = msgspec.json.decode(data, type=TrialOutcome)
     if outcome.error:
         kind = getattr(errors, outcome.kind, EnvironmentFault)
         assert issubclass(kind, FlexslurmError)

@@ -23,7 +23,7 @@ _MOST_KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ThroughputKept:
     """Throughput of one shift, over that just before; None where there was none to compare with."""
 
     during: float | None = None
@@ -98,7 +98,7 @@ class _Live:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenShift:
     """A shift that is under way, or whose time after is."""
 
     before: float
@@ -141,8 +141,8 @@ class ServiceFigures:
         self._recent_live: deque[tuple[float, int]] = deque()
         self._began: float | None = None
         self._now = 0.0
-        self._open: _Open | None = None
-        self._after: _Open | None = None
+        self._open: _OpenShift | None = None
+        self._after: _OpenShift | None = None
         self._during_weight = self._during_sum = 0.0
         self._after_weight = self._after_sum = 0.0
         self._shifting_s = self._paused_s = 0.0
@@ -151,7 +151,7 @@ class ServiceFigures:
         self._last_rate, self._last_live = 0.0, _Live()
         self._shifts = 0
         self._good = self._bad = 0
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, ThroughputKept] = {}
 
     # ------------------------------------------------------------------ what happens
 
@@ -210,7 +210,7 @@ class ServiceFigures:
             return
         self._shifts += 1
         rate = self._calm_rate(now)
-        self._open = _Open(rate, self._last_live, now, epoch)
+        self._open = _OpenShift(rate, self._last_live, now, epoch)
 
     def _calm_rate(self, now: float) -> float:
         """Tokens per second since the last shift, at most `around_s` back; notes who was live.
@@ -251,7 +251,7 @@ class ServiceFigures:
         if kept is not None:
             self._during_weight += took
             self._during_sum += kept * took
-            self._keep(shift.epoch, Kept(kept))
+            self._keep(shift.epoch, ThroughputKept(kept))
         self._after = shift
 
     # ------------------------------------------------------------------ what it comes to
@@ -297,16 +297,16 @@ class ServiceFigures:
         if kept is not None:
             self._after_weight += span
             self._after_sum += kept * span
-            self._keep(after.epoch, Kept(self.kept(after.epoch).during, kept))
+            self._keep(after.epoch, ThroughputKept(self.kept(after.epoch).during, kept))
 
-    def _keep(self, epoch: int, kept: Kept) -> None:
+    def _keep(self, epoch: int, kept: ThroughputKept) -> None:
         self._kept[epoch] = kept
         while len(self._kept) > _MOST_KEPT:
             del self._kept[min(self._kept)]
 
-    def kept(self, epoch: int) -> Kept:
+    def kept(self, epoch: int) -> ThroughputKept:
         """What one shift kept, once that is known."""
-        return self._kept.get(epoch, Kept())
+        return self._kept.get(epoch, ThroughputKept())
 
     def _end_pause(self, now: float) -> None:
         if self._paused_at is not None:

@@ -27,7 +27,7 @@ class ReplicaKey:
         return f"e{self.epoch}r{self.index}"
 
 
-class Seat(NamedTuple):
+class SeatedWorker(NamedTuple):
     """A worker that fills a slot, where it is, and where it gives out data."""
 
     at: GpuAt
@@ -43,7 +43,7 @@ class InstalledReplica:
 
     key: ReplicaKey
     replica: Replica
-    seats: tuple[Seat, ...]
+    seats: tuple[SeatedWorker, ...]
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -66,11 +66,11 @@ class InstalledReplica:
         )
 
 
-def seat_of(members: Members, at: GpuAt) -> Seat:
+def seat_of(members: Members, at: GpuAt) -> SeatedWorker:
     """The seat of the worker that is there; there must be one."""
     record, hello = members.worker_at(at), members.agents[at.agent].hello
     assert record is not None, f"no worker at {at}"
-    return Seat(at, record.worker, hello.node, hello.address, record.data_port)
+    return SeatedWorker(at, record.worker, hello.node, hello.address, record.data_port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class InstalledGear:
     def workers(self) -> dict[Slot, str]:
         return {slot: seat.worker for slot, seat in self._seats()}
 
-    def _seats(self) -> Iterable[tuple[Slot, Seat]]:
+    def _seats(self) -> Iterable[tuple[Slot, SeatedWorker]]:
         for number, replica in sorted(self.replicas.items()):
             yield from zip(replica_slots(replica.replica, number), replica.seats, strict=True)
 

@@ -21,19 +21,19 @@ import msgspec
 
 from flexslurm.control.keeper_values import (
     Call,
-    Cancel,
+    CancelJobs,
     Forget,
-    Gone,
-    Kept,
+    KeptPilot,
     Look,
+    PilotEnded,
+    PilotStage,
     Present,
     Resize,
-    Stage,
     Submit,
 )
 from flexslurm.control.keeping import Keeping
 from flexslurm.slurm.jobs import JobInfo
-from flexslurm.slurm.reasons import Verdict, explain, refusal
+from flexslurm.slurm.reasons import PendingVerdict, explain, refusal
 from flexslurm.slurm.states import EXIT_GIVE_BACK, JobState
 from flexslurm.wire.service_dir import Pilot
 
@@ -61,11 +61,11 @@ class PoolKeeper(Keeping):
         jobs = [job for job, looks in self._strays.items() if looks >= 2]
         jobs += [k.pilot.job_id for k in self.kept.values() if k.cancel and k.pilot.job_id]
         if jobs:
-            return Cancel(tuple(sorted(jobs)))
+            return CancelJobs(tuple(sorted(jobs)))
         resize = self._resize()
         if resize is not None:
             return resize
-        unsure = sum(kept.stage is Stage.INTENT for kept in self.kept.values())
+        unsure = sum(kept.stage is PilotStage.INTENT for kept in self.kept.values())
         if unsure >= self.settings.most_unsure:
             return None
         return self._successor(now) or self._needed(now)
@@ -83,7 +83,7 @@ class PoolKeeper(Keeping):
         replaced = {kept.pilot.replaces for kept in self.kept.values()}
         for kept in list(self.kept.values()):
             pilot = kept.pilot
-            if kept.stage is not Stage.RUNNING or kept.ends_at is None or pilot.fills_hole:
+            if kept.stage is not PilotStage.RUNNING or kept.ends_at is None or pilot.fills_hole:
                 continue
             if kept.fragment in replaced or pilot.replaces in self.kept:
                 continue
@@ -140,7 +140,7 @@ class PoolKeeper(Keeping):
     def begin(self, now: float, pilot: Pilot, why: str) -> Submit:
         """Write down that this pilot is about to be submitted."""
         assert pilot.fragment not in self.kept and not pilot.job_id, pilot
-        self.kept[pilot.fragment] = Kept(pilot, now)
+        self.kept[pilot.fragment] = KeptPilot(pilot, now)
         self._tell(f"{pilot.fragment} is submitted: {why}", what="submit",
                    fragment=pilot.fragment, why=why)  # fmt: skip
         return Submit(pilot)
@@ -151,10 +151,10 @@ class PoolKeeper(Keeping):
         kept, self._no_answers = self.kept[fragment], 0
         self._settle(kept, job_id, now)
 
-    def _settle(self, kept: Kept, job_id: str, now: float) -> None:
+    def _settle(self, kept: KeptPilot, job_id: str, now: float) -> None:
         """It is known that the intent was carried out."""
         kept.pilot = msgspec.structs.replace(kept.pilot, job_id=job_id)
-        kept.stage = Stage.ENDING if kept.ending else Stage.WAITING
+        kept.stage = PilotStage.ENDING if kept.ending else PilotStage.WAITING
         kept.cancel, kept.since, kept.unsure = bool(kept.ending), now, False
 
     def refused(self, now: float, fragment: str, said: str) -> None:
@@ -223,7 +223,7 @@ class PoolKeeper(Keeping):
             if info.id in known or not self._is_pilot(fragment):
                 continue
             kept = self.kept.get(fragment)
-            if kept is not None and kept.stage is Stage.INTENT:
+            if kept is not None and kept.stage is PilotStage.INTENT:
                 self._settle(kept, info.id, now)
                 self._tell(f"{fragment}: its job {info.id} was submitted all the same")
             else:
@@ -234,7 +234,7 @@ class PoolKeeper(Keeping):
         self._strays = strays
         for kept in list(self.kept.values()):
             late = now - kept.since >= self.settings.unsure_s
-            if kept.stage is Stage.INTENT and kept.unsure and late:
+            if kept.stage is PilotStage.INTENT and kept.unsure and late:
                 del self.kept[kept.fragment]
                 why = "its submission had no answer, and no such job has come"
                 self.trials.fruitless(now, kept.pilot.entry, self._shape_of(kept.pilot), why)
@@ -244,7 +244,7 @@ class PoolKeeper(Keeping):
         gpu_type, _, number = fragment.rpartition("-")
         return number.isdecimal() and any(entry.gpu_type == gpu_type for entry in self.entries)
 
-    def _heard(self, now: float, kept: Kept, info: JobInfo) -> None:
+    def _heard(self, now: float, kept: KeptPilot, info: JobInfo) -> None:
         if not info.known or info.state is JobState.UNKNOWN:
             self._on_unknown(now, kept, info)
             return
@@ -256,7 +256,7 @@ class PoolKeeper(Keeping):
         if info.held:
             self._once(kept, "held", f"job {info.id} of {kept.fragment} waits for somebody to "
                        f"release it: {info.reason}")  # fmt: skip
-        elif info.state is JobState.PENDING and explain(info.code).verdict is Verdict.NEVER:
+        elif info.state is JobState.PENDING and explain(info.code).verdict is PendingVerdict.NEVER:
             self._once(kept, info.code, f"job {info.id} of {kept.fragment} cannot start: "
                        f"{info.reason}")  # fmt: skip
         if info.orphaned and "orphaned" not in kept.told:
@@ -264,26 +264,26 @@ class PoolKeeper(Keeping):
             self._once(kept, "orphaned", f"job {info.id} of {kept.fragment} has lost its batch "
                        "host and runs without its script: it is cancelled")  # fmt: skip
 
-    def _on_active(self, now: float, kept: Kept, info: JobInfo) -> None:
+    def _on_active(self, now: float, kept: KeptPilot, info: JobInfo) -> None:
         running = info.state in (JobState.RUNNING, JobState.COMPLETING, JobState.SUSPENDED)
         kept.ends_at = None if info.end_in_s is None or not running else now + info.end_in_s
         if running and kept.running_since is None:
             kept.running_since = now - (info.started_ago_s or 0.0)
             if kept.running_since >= kept.since:  # else it was submitted by another head
                 self.waits.queued(kept.pilot.entry, kept.running_since - kept.since)
-            if kept.stage is not Stage.ENDING:
-                kept.stage = Stage.RUNNING
+            if kept.stage is not PilotStage.ENDING:
+                kept.stage = PilotStage.RUNNING
         elif not running and kept.running_since is not None:
             kept.running_since, kept.joined, kept.since = None, False, now  # requeued
             kept.draining = False
-            if kept.stage is not Stage.ENDING:
-                kept.stage = Stage.WAITING
-        if kept.stage is Stage.ENDING:
+            if kept.stage is not PilotStage.ENDING:
+                kept.stage = PilotStage.WAITING
+        if kept.stage is PilotStage.ENDING:
             self._let_go(kept)
-        elif kept.stage is Stage.WAITING:
+        elif kept.stage is PilotStage.WAITING:
             self._give_way(now, kept, info)
 
-    def _give_way(self, now: float, kept: Kept, info: JobInfo) -> None:
+    def _give_way(self, now: float, kept: KeptPilot, info: JobInfo) -> None:
         """A pilot that Slurm does not start makes place for another shape."""
         pilot, waited_s = kept.pilot, now - kept.since
         if pilot.fills_hole:
@@ -292,7 +292,7 @@ class PoolKeeper(Keeping):
                 self.trials.fruitless(now, pilot.entry, self._shape_of(pilot), "holes are gone")
             return
         entry, shape = self.entries[pilot.entry], self._shape_of(pilot)
-        never = explain(info.code).verdict is Verdict.NEVER and waited_s >= _NEVER_S
+        never = explain(info.code).verdict is PendingVerdict.NEVER and waited_s >= _NEVER_S
         if not (never or waited_s >= self.settings.waiting_s):
             return
         if not self.trials.alternative(now, pilot.entry, len(entry.shapes), shape):
@@ -301,15 +301,15 @@ class PoolKeeper(Keeping):
         self.trials.give_up(now, pilot.entry, shape, why, self.settings.waiting_s)
         self.end(kept.fragment, f"it gives way to another shape: {why}")
 
-    def _on_unknown(self, now: float, kept: Kept, info: JobInfo) -> None:
+    def _on_unknown(self, now: float, kept: KeptPilot, info: JobInfo) -> None:
         if info.known or kept.here:
             return  # a state that cannot be read, or a pilot that speaks for itself
         kept.unknown_since = now if kept.unknown_since is None else kept.unknown_since
         if now - kept.unknown_since >= self.settings.unknown_s:
-            self._words.append(Gone(kept.fragment, info.reason))
+            self._words.append(PilotEnded(kept.fragment, info.reason))
             self._ended(now, kept, info.reason, None)
 
-    def _ended(self, now: float, kept: Kept, how: str, info: JobInfo | None) -> None:
+    def _ended(self, now: float, kept: KeptPilot, how: str, info: JobInfo | None) -> None:
         del self.kept[kept.fragment]
         self._words.append(Forget(kept.fragment))
         for other in self.kept.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexslurm.control.keeper import PoolKeeper
-from flexslurm.control.keeper_values import Stage
+from flexslurm.control.keeper_values import PilotStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServiceLoad:
     """How busy the service is at a moment."""
 
     running: int
@@ -47,7 +47,7 @@ class LoadJudge:
         self._high_since: float | None = None
         self._low_since: float | None = None
 
-    def take(self, now: float, load: Load) -> tuple[int, str]:
+    def take(self, now: float, load: ServiceLoad) -> tuple[int, str]:
         """+1, 0 or -1 pilots, and why; after an answer that is not 0 the time counts anew."""
         settings = self._settings
         # one that has just come waits for the next step: that is no queue
@@ -75,7 +75,7 @@ def resize(keeper: PoolKeeper, step: int, why: str) -> None:
     """
     numbers = range(len(keeper.entries))
     if step > 0:
-        coming = (Stage.INTENT, Stage.WAITING)
+        coming = (PilotStage.INTENT, PilotStage.WAITING)
         if any(kept.stage in coming for kept in keeper.kept.values()):
             return
         for number in numbers:
@@ -94,11 +94,11 @@ def pool_lines(keeper: PoolKeeper, now: float) -> tuple[str, ...]:
     lines = []
     for number, entry in enumerate(keeper.entries):
         staying = keeper.staying(number)
-        running = sum(kept.stage is Stage.RUNNING for kept in staying)
+        running = sum(kept.stage is PilotStage.RUNNING for kept in staying)
         parts = [f"{running} of {keeper.wanted[number]} {entry.gpu_type} pilots run"]
         if entry.least < entry.most:
             parts[0] += f" ({entry.least} to {entry.most})"
-        waiting = sum(kept.stage is Stage.WAITING for kept in staying)
+        waiting = sum(kept.stage is PilotStage.WAITING for kept in staying)
         if waiting:
             parts.append(f"{waiting} in the queue")
         leaving = sum(bool(kept.ending) for kept in keeper.of_entry(number))

@@ -10,7 +10,7 @@ _MOST_DOUBLINGS = 30
 
 
 @dataclass(slots=True)
-class Trial:
+class ShapeTrials:
     """What tries of one shape of one entry came to."""
 
     deaths: int = 0
@@ -27,14 +27,14 @@ class Trials:
     """All shapes of all entries."""
 
     settings: KeeperSettings
-    _by_shape: dict[tuple[int, int], Trial] = field(default_factory=dict)
+    _by_shape: dict[tuple[int, int], ShapeTrials] = field(default_factory=dict)
 
-    def of(self, entry: int, shape: int) -> Trial:
-        return self._by_shape.setdefault((entry, shape), Trial())
+    def of(self, entry: int, shape: int) -> ShapeTrials:
+        return self._by_shape.setdefault((entry, shape), ShapeTrials())
 
     def lasted(self, entry: int, shape: int) -> None:
         """A pilot of this shape did its work: all is forgotten."""
-        self._by_shape[entry, shape] = Trial()
+        self._by_shape[entry, shape] = ShapeTrials()
 
     def fruitless(self, now: float, entry: int, shape: int, why: str) -> None:
         """A try came to nothing by nobody's fault of ours: wait, each time twice as long."""

@@ -21,7 +21,7 @@ class PilotShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PoolEntry:
     """An entry of the pool: pilots of one GPU type in one partition."""
 
     gpu_type: str
@@ -77,7 +77,7 @@ class Present:
     """Part of the gear that serves."""
 
 
-class Stage(StrEnum):
+class PilotStage(StrEnum):
     """Where a kept pilot is."""
 
     INTENT = "intent"
@@ -90,12 +90,12 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptPilot:
     """A pilot and what is known of its job. Times are the head's."""
 
     pilot: Pilot
     since: float
-    stage: Stage = Stage.INTENT
+    stage: PilotStage = PilotStage.INTENT
     unsure: bool = False
     """An intent of which nobody knows whether it was carried out."""
     info: JobInfo | None = None
@@ -154,14 +154,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class PilotEnded:
     """A pilot's job has ended, as far as is known."""
 
     fragment: str
     why: str
 
 
-Word = Tell | Drain | Forget | Gone
+Word = Tell | Drain | Forget | PilotEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelJobs:
     """End these jobs, in one call."""
 
     jobs: tuple[str, ...]
@@ -192,5 +192,5 @@ class SeekHoles:
     """The next of the calls that show where a short job would fit."""
 
 
-Call = Submit | Cancel | Resize | SeekHoles
+Call = Submit | CancelJobs | Resize | SeekHoles
 """What asks Slurm: one at a time."""

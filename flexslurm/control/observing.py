@@ -23,7 +23,7 @@ _SOON_S = 3600.0
 """Ends that are further off are no reason to look for a gear without."""
 
 
-class Planner(Protocol):
+class GearSource(Protocol):
     """What the controller asks of the planner; pure and quick."""
 
     def choose(self, signature: Signature) -> Gear | NoGear: ...
@@ -54,7 +54,7 @@ class Known:
     """Where observations come from. Read only."""
 
     members: Members
-    planner: Planner
+    planner: GearSource
     watch: Watch
     preview: Callable[[float, Gear], PlanShift | None]
     """A shift to a gear as it would be planned now; None where it does not fit."""

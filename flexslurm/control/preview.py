@@ -9,7 +9,7 @@ from flexslurm.control.installed import (
     InstalledGear,
     InstalledReplica,
     ReplicaKey,
-    Seat,
+    SeatedWorker,
 )
 from flexslurm.control.members import GpuAt, Members
 from flexslurm.gear import Gear, Slot, replica_slots
@@ -66,8 +66,8 @@ def plan_request(
     )
 
 
-def _seat(members: Members, at: GpuAt) -> Seat:
+def _seat(members: Members, at: GpuAt) -> SeatedWorker:
     record, hello = members.worker_at(at), members.agents[at.agent].hello
     if record is None:
-        return Seat(at, f"{hello.fragment}:{at.gpu}", hello.node, hello.address, 1)
-    return Seat(at, record.worker, hello.node, hello.address, record.data_port or 1)
+        return SeatedWorker(at, f"{hello.fragment}:{at.gpu}", hello.node, hello.address, 1)
+    return SeatedWorker(at, record.worker, hello.node, hello.address, record.data_port or 1)

@@ -46,7 +46,7 @@ from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.members import AgentRecord, AgentState, GpuAt, Members, WorkerRecord
 from flexslurm.control.moved import hear_of_moves
-from flexslurm.control.observing import Known, Planner, observe
+from flexslurm.control.observing import GearSource, Known, observe
 from flexslurm.control.phases import Phase
 from flexslurm.control.policy import Decision, decide
 from flexslurm.control.preview import kept_replicas, preview_shift
@@ -85,7 +85,7 @@ class Control:
     """See the module's docstring; fields are read by `status`, changed here alone."""
 
     settings: ControlSettings
-    planner: Planner
+    planner: GearSource
     epoch: int = 0
     members: Members = field(default_factory=Members)
     current: InstalledGear | None = None

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import torch
 
 from flexslurm.engine.page_pool import PagePool, PageShape
-from flexslurm.engine.room import Placed, Slide, best_run, gaps, slides
+from flexslurm.engine.room import Slide, WeightRange, best_run, gaps, slides
 from flexslurm.engine.step_gate import StepGate
 from flexslurm.engine.weight_store import WeightStore
 from flexslurm.errors import CapacityError
@@ -291,9 +291,10 @@ class Arena:
 
     # -------------------------------------------------------------------------- books
 
-    def _placed(self) -> list[Placed]:
+    def _placed(self) -> list[WeightRange]:
         return [
-            Placed(one.start, one.stop, not one.pins, aligned(one.nbytes)) for one in self._extents
+            WeightRange(one.start, one.stop, not one.pins, aligned(one.nbytes))
+            for one in self._extents
         ]
 
     def _ranges(self) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ _SLICE_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Candidates:
     """What may be drawn: tokens `[R, M]` in rising order, and their weights `[R, M]` (float64).
 
     A weight is relative to the row's best token (1.0); 0.0 is filtered out.
@@ -68,15 +68,15 @@ def _filters(params: SamplingParams) -> bool:
 
 def filtered(
     logits: torch.Tensor, params: Sequence[SamplingParams]
-) -> list[tuple[Kept, list[int]]]:
+) -> list[tuple[Candidates, list[int]]]:
     """What each row may draw from, in groups of rows (each with its row numbers)."""
-    groups: list[tuple[Kept, list[int]]] = []
+    groups: list[tuple[Candidates, list[int]]] = []
     left, vocab = list(range(len(params))), logits.shape[1]
     for count in (*(n for n in _CANDIDATES if 2 * n < vocab), vocab):
         kept, settled = _keep(logits[left], [params[row] for row in left], count)
         done = [i for i, yes in enumerate(settled) if yes]
         if done:
-            own = Kept(kept.tokens[done], kept.weights[done])
+            own = Candidates(kept.tokens[done], kept.weights[done])
             groups.append((own, [left[i] for i in done]))
         left = [row for row, yes in zip(left, settled, strict=True) if not yes]
         if not left:
@@ -86,7 +86,7 @@ def filtered(
 
 def _keep(
     logits: torch.Tensor, params: Sequence[SamplingParams], count: int
-) -> tuple[Kept, list[bool]]:
+) -> tuple[Candidates, list[bool]]:
     """Judge the `count` best tokens of each row, and say whether that settles the row.
 
     In order: the k best; of those the fewest most likely that reach p together; of those what is at
@@ -117,7 +117,7 @@ def _keep(
     settled = torch.where(by_count, by_k, by_p | (weights[:, -1:] < least))
     settled |= count == logits.shape[1]
     order = tokens.sort(dim=-1)
-    return Kept(order.values, kept.gather(1, order.indices)), settled[:, 0].tolist()
+    return Candidates(order.values, kept.gather(1, order.indices)), settled[:, 0].tolist()
 
 
 def _mass_of_better(weights: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flexslurm.engine.load import LiveSequence, Load, RunningKv
+from flexslurm.engine.load import LiveSequence, RunningKv, SchedulerLoad
 from flexslurm.engine.scheduler import Scheduler
 from flexslurm.errors import ProtocolError
 from flexslurm.gear import Epoch, Replica
@@ -32,7 +32,7 @@ from flexslurm.messages import (
 STEP_TIMEOUT_S = 60.0
 
 
-class StepTimes(msgspec.Struct, frozen=True):
+class StepLatency(msgspec.Struct, frozen=True):
     """How long steps took, from sending to the answer: the last, and a moving average."""
 
     last_s: float = 0.0
@@ -41,9 +41,9 @@ class StepTimes(msgspec.Struct, frozen=True):
     """The last stage's own part, the moving average."""
     count: int = 0
 
-    def with_step(self, took_s: float, compute_s: float) -> StepTimes:
+    def with_step(self, took_s: float, compute_s: float) -> StepLatency:
         weight = max(1 / (self.count + 1), 0.05)
-        return StepTimes(
+        return StepLatency(
             last_s=took_s,
             mean_s=self.mean_s + weight * (took_s - self.mean_s),
             compute_s=self.compute_s + weight * (compute_s - self.compute_s),
@@ -92,7 +92,7 @@ class Driver:
         self.replica = replica
         self.workers = workers
         self.scheduler = Scheduler(replica, block_tokens)
-        self.step_times = StepTimes()
+        self.step_times = StepLatency()
         self.closed = False
         self.broken_reason: str | None = None
         self.dropped = 0
@@ -262,7 +262,7 @@ class Driver:
         if silent_s > self._step_timeout_s:
             self._break(f"step {min(self._sent_at)} was not answered within {silent_s:.1f} s")
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         return self.scheduler.load()
 
     def _concerns_us(self, epoch: int) -> bool:

@@ -16,7 +16,7 @@ from flexslurm.engine.hand_over import LayersInTurn
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.pipeline import StageRunner
 from flexslurm.engine.rendezvous import HeadStore, Rendezvous
-from flexslurm.engine.stage import HandOver, Stage, StagePlan, build_stage
+from flexslurm.engine.stage import HandOver, LoadedStage, StagePlan, build_stage
 from flexslurm.engine.tenants import Tenant
 from flexslurm.engine.transfers import Transfers
 from flexslurm.engine.weight_pull import PeerFiller, Peers
@@ -69,7 +69,7 @@ class Installer:
         faults.reach(Point.GROUPS)
         groups.form(HeadStore(self._host.rendezvous, self._install.epoch, self._left_s()))
 
-    def load(self, groups: EpochGroups) -> Stage:
+    def load(self, groups: EpochGroups) -> LoadedStage:
         """Build and fill the stage. Raises ModelError and CapacityError too."""
         install, shape = self._install, self._shape
         plan = StagePlan(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt, ShardMap
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.messages import PullKv
 
 
@@ -24,7 +24,7 @@ class KvPull(msgspec.Struct, frozen=True):
     message: PullKv
     nbytes: int
     """0 where pages are shared."""
-    link: Link
+    link: LinkKind
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Meeting(msgspec.Struct, frozen=True):
     """Index of the old replica's seat."""
     new: int
     box: KvBox
-    link: Link
+    link: LinkKind
 
 
 def movable(old: ReplicaAt, gone: Collection[str]) -> bool:
@@ -53,11 +53,11 @@ def meetings(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> Iterator[Meeti
                 yield Meeting(i, j, shared, _link(old, i, new, j))
 
 
-def _link(old: ReplicaAt, i: int, new: ReplicaAt, j: int) -> Link:
+def _link(old: ReplicaAt, i: int, new: ReplicaAt, j: int) -> LinkKind:
     source, target = old.seats[i], new.seats[j]
     if source.worker == target.worker:
-        return Link.HELD
-    return Link.NODE if source.node == target.node else Link.NETWORK
+        return LinkKind.HELD
+    return LinkKind.NODE if source.node == target.node else LinkKind.NETWORK
 
 
 def kv_pulls(
@@ -90,16 +90,16 @@ def kv_pulls(
                 rate_bytes_per_s=rate_bytes_per_s,
                 timeout_s=timeout_s,
             ),
-            nbytes=0 if met.link is Link.HELD else met.box.pages * len(pairs) * page_bytes,
+            nbytes=0 if met.link is LinkKind.HELD else met.box.pages * len(pairs) * page_bytes,
             link=met.link,
         )
         for number, met in enumerate(meetings(shards, old, new))
     )
 
 
-def kv_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[Link, int]:
+def kv_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[LinkKind, int]:
     """Bytes of one block that goes from the one replica to the other, by link."""
-    found = dict.fromkeys(Link, 0)
+    found = dict.fromkeys(LinkKind, 0)
     for met in meetings(shards, old, new):
         found[met.link] += met.box.pages * shards.page_bytes
     return found

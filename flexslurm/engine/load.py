@@ -42,7 +42,7 @@ class LiveSequence(msgspec.Struct, frozen=True):
     """A step that it takes part in is not answered."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a replica is; counters are since its scheduler began."""
 
     running: int

@@ -17,13 +17,13 @@ import msgspec
 
 from flexslurm.engine.kv_moves import meetings
 from flexslurm.engine.ownership import Holding, Piece, ReplicaAt, ShardMap
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.turns import turns_of
 from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 
-class Verdict(StrEnum):
+class MemoryVerdict(StrEnum):
     BESIDE = "beside"
     """The old gear serves until the cut-over."""
     STOP = "stop"
@@ -69,7 +69,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """All GPUs, and what follows."""
 
     gpus: tuple[GpuBytes, ...]
-    verdict: Verdict
+    verdict: MemoryVerdict
     short_bytes: int
     """Of the GPU that lacks most; 0 with BESIDE."""
     why: str
@@ -136,7 +136,7 @@ def memory_plan(
     whole = Holding(0, shards.info.num_layers, 1, 0)
     parked = blocks * shards.block_bytes(whole)
     judged = _judge(found, parked)
-    if judged.verdict is Verdict.BESIDE:
+    if judged.verdict is MemoryVerdict.BESIDE:
         return judged
     return msgspec.structs.replace(judged, turn_layers=_turn_layers(shards, gpus, arenas))
 
@@ -188,7 +188,7 @@ def _count_pages(
     for (source, target), count in full.items():
         blocks = min(count, before.most(source, old[source].replica.kv_blocks))
         for met in meetings(shards, old[source], new[target]):
-            if met.link is Link.HELD:
+            if met.link is LinkKind.HELD:
                 worker = new[target].seats[met.new].worker
                 gpus[worker].new_pages -= met.box.pages * blocks
 
@@ -291,11 +291,11 @@ def _judge(gpus: tuple[GpuBytes, ...], parked: int) -> MemoryPlan:
     if worst is None or worst.short == 0:
         free = min((gpu.arena - gpu.most for gpu in gpus), default=0)
         why = f"both gears fit: at least {size(free)} stay free on every GPU"
-        return MemoryPlan(gpus, Verdict.BESIDE, 0, why, 0)
+        return MemoryPlan(gpus, MemoryVerdict.BESIDE, 0, why, 0)
     why = (
         f"both gears do not fit: {worst.worker} would need {size(worst.most)} "
         f"(weights {size(worst.old_weights)} + {size(worst.new_weights)}, pages "
         f"{size(worst.old_pages)} + {size(worst.new_pages)}) and has {size(worst.arena)}: "
         f"{size(worst.short)} are short"
     )
-    return MemoryPlan(gpus, Verdict.STOP, worst.short, why, parked)
+    return MemoryPlan(gpus, MemoryVerdict.STOP, worst.short, why, parked)

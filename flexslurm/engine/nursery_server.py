@@ -99,7 +99,7 @@ class _Child:
     kill_at: float | None = None
 
 
-class AgentGone(Exception):
+class Orphaned(Exception):
     """The socket is closed: there is nobody left to work for."""
 
 
@@ -129,16 +129,16 @@ class Server:
                             self._take(self._receive())
                     self._reap()
                     self._kill_overdue()
-        except AgentGone:
+        except Orphaned:
             self._end()
 
     def _receive(self) -> FromAgent:
         try:
             data = self._agent.recv(MAX_PACKET_BYTES)
         except OSError as error:
-            raise AgentGone from error
+            raise Orphaned from error
         if not data:
-            raise AgentGone
+            raise Orphaned
         message: FromAgent = self._decoder.decode(data)
         return message
 
@@ -146,7 +146,7 @@ class Server:
         try:
             self._agent.send(encode(message))
         except OSError as error:
-            raise AgentGone from error
+            raise Orphaned from error
 
     def _take(self, message: FromAgent) -> None:
         if isinstance(message, Spawn):
@@ -257,7 +257,7 @@ def preload(device: str, agent: socket.socket) -> float:
 def _leave_if_alone(agent: socket.socket) -> None:
     # nothing is sent before Ready, so whatever can be read now is the end of the socket
     if select.select([agent], [], [], 0)[0]:
-        raise AgentGone
+        raise Orphaned
 
 
 def _log_to(path: str) -> None:
@@ -278,7 +278,7 @@ def main() -> None:
     ignore_signals()
     agent = socket.socket(fileno=fd)
     agent.set_inheritable(False)
-    with contextlib.suppress(AgentGone):
+    with contextlib.suppress(Orphaned):
         Server(agent).run(preload(device, agent))
     # no clean-up of torch's many statics: there is nothing to save
     sys.stderr.flush()

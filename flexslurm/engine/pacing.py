@@ -27,7 +27,7 @@ _CATCH_UP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepWork:
     """What a step's time depends on."""
 
     new_tokens: int
@@ -38,7 +38,7 @@ class StepLoad:
     """For each new token the tokens it attends to, itself included, summed."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk]) -> StepLoad:
+    def of(cls, chunks: Sequence[Chunk]) -> StepWork:
         new = context = sampled = pairs = 0
         for chunk in chunks:
             count = len(chunk.tokens)
@@ -85,7 +85,7 @@ class Pacer:
         if self._ended is not None and not waited:
             self._began = max(self._ended, now - _CATCH_UP_S)
 
-    def end(self, load: StepLoad) -> float:
+    def end(self, load: StepWork) -> float:
         """The step is computed: wait until a step of this load would be.
 
         Returns the seconds it took by the virtual GPU's clock.

@@ -18,9 +18,9 @@ from flexslurm.engine.batch import Batch
 from flexslurm.engine.epoch_groups import EpochGroups
 from flexslurm.engine.faults import Point
 from flexslurm.engine.groups import Ticket
-from flexslurm.engine.pacing import Pacer, StepLoad
+from flexslurm.engine.pacing import Pacer, StepWork
 from flexslurm.engine.sampling import sample
-from flexslurm.engine.stage import Stage
+from flexslurm.engine.stage import LoadedStage
 from flexslurm.errors import ProtocolError
 from flexslurm.messages import SampledToken, Step
 
@@ -75,7 +75,7 @@ class StageRunner:
     """
 
     def __init__(
-        self, stage: Stage, groups: EpochGroups, *, samples: bool, stages: int, pacer: Pacer
+        self, stage: LoadedStage, groups: EpochGroups, *, samples: bool, stages: int, pacer: Pacer
     ) -> None:
         self._stage, self._pacer, self._samples = stage, pacer, samples
         self._source, self._targets = groups.source, groups.targets
@@ -108,7 +108,7 @@ class StageRunner:
         self._stage.free(pending.step.freed)
         out = self._stage.forward(pending.batch, pending.hidden)
         tokens = self._sampled(pending.batch, out) if self._samples else None
-        compute_s = self._pacer.end(StepLoad.of(pending.step.chunks))
+        compute_s = self._pacer.end(StepWork.of(pending.step.chunks))
         if stopped():  # what an aborted group left in the tensors is no result
             raise RuntimeError("the epoch was ended during the step")
         for target in self._targets:

@@ -23,12 +23,12 @@ from flexslurm.engine.prctl import die_with_parent
 from flexslurm.engine.trial import (
     FIRST,
     INNER,
-    Load,
-    Measured,
-    Outcome,
+    Measurement,
     Probe,
     Run,
     Trial,
+    TrialLoad,
+    TrialOutcome,
     chunks_of,
     opening,
 )
@@ -96,7 +96,7 @@ class Rank:
             self._group.form(self._store)
         return self._group.handle
 
-    def step(self, role: str, load: Load) -> float:
+    def step(self, role: str, load: TrialLoad) -> float:
         """One step as a worker does it; seconds from its input to its result."""
         stage, _ = self._stages[role]
         chunks = chunks_of(load, self._trial.block_tokens, stage.info.vocab_size)
@@ -106,7 +106,7 @@ class Rank:
         import torch
 
         from flexslurm.engine.batch import Batch
-        from flexslurm.engine.pacing import StepLoad
+        from flexslurm.engine.pacing import StepWork
         from flexslurm.engine.sampling import sample
 
         stage, pacer = self._stages[role]
@@ -121,7 +121,7 @@ class Rank:
         if stage.is_last and batch.sampled and self._rank == 0:
             sample(out, [sampling for _, sampling in batch.sampled])
         self._settle()
-        pacer.end(StepLoad.of(chunks))
+        pacer.end(StepWork.of(chunks))
         return time.monotonic() - began
 
     def _settle(self) -> None:
@@ -227,26 +227,26 @@ def _card(rank: int) -> str:
 # ------------------------------------------------------------------------------- measuring
 
 
-def measure(trial: Trial, ranks: Ranks, say: Say) -> Outcome:
+def measure(trial: Trial, ranks: Ranks, say: Say) -> TrialOutcome:
     """Build all stages, and time the steps while there is time."""
-    measured: list[Measured] = []
+    measured: list[Measurement] = []
     layers = {run.role: run.layers for run in trial.runs}
     for epoch, run in enumerate(trial.runs, start=1):
         say(f"building layers [{run.lo},{run.hi})")
         seconds = ranks.call("build", run, epoch, timeout_s=_BUILD_S)
-        measured.append(Measured(run.role, run.layers, seconds))
+        measured.append(Measurement(run.role, run.layers, seconds))
     end = time.monotonic() + trial.budget_s
     for done, probe in enumerate(trial.probes):
         if time.monotonic() > end:
-            return Outcome(tuple(measured), len(trial.probes) - done)
+            return TrialOutcome(tuple(measured), len(trial.probes) - done)
         seconds, one_s = _times(ranks, probe, trial)
-        measured.append(Measured(probe.role, layers[probe.role], seconds, probe.load, one_s))
+        measured.append(Measurement(probe.role, layers[probe.role], seconds, probe.load, one_s))
         load = probe.load
         say(
             f"[{done + 1}/{len(trial.probes)}] {load.phase}, {load.batch} x {load.new} tokens of "
             f"{load.context}: {probe.role} {seconds * 1e3:.3f} ms, one layer {one_s * 1e3:.3f} ms"
         )
-    return Outcome(tuple(measured))
+    return TrialOutcome(tuple(measured))
 
 
 def _times(ranks: Ranks, probe: Probe, trial: Trial) -> tuple[float, float]:
@@ -273,7 +273,7 @@ def _scratch() -> Iterator[Path]:
         yield Path(place) / "store"
 
 
-def run(trial: Trial, say: Say) -> Outcome:
+def run(trial: Trial, say: Say) -> TrialOutcome:
     """Measure, and end every process; errors become part of the outcome."""
     from flexslurm.engine.backend import warm_up
 
@@ -287,4 +287,4 @@ def run(trial: Trial, say: Say) -> Outcome:
             finally:
                 ranks.close()
     except FlexslurmError as error:
-        return Outcome(error=error.message, hint=error.hint, kind=type(error).__name__)
+        return TrialOutcome(error=error.message, hint=error.hint, kind=type(error).__name__)

@@ -34,7 +34,7 @@ CHECKPOINT = -1
 T = TypeVar("T")
 
 
-class Link(StrEnum):
+class LinkKind(StrEnum):
     """What bytes go over, the cheapest first."""
 
     HELD = "held"
@@ -60,7 +60,7 @@ class WeightMove(msgspec.Struct, frozen=True, array_like=True):
     lo: int
     hi: int
     nbytes: int
-    link: Link
+    link: LinkKind
     source: int = CHECKPOINT
     """Index into the holders."""
 
@@ -71,7 +71,7 @@ class _Owner:
 
     index: int
     worker: str
-    link: Link
+    link: LinkKind
     pieces: Mapping[str, tuple[Piece, ...]]
 
     def range_of(self, need: Piece) -> tuple[int, int]:
@@ -116,25 +116,25 @@ def weight_moves(
 
 def _worth_asking(
     holders: Sequence[WeightHolder], worker: str, node: str, gone: Collection[str]
-) -> list[tuple[int, Link, Holding]]:
+) -> list[tuple[int, LinkKind, Holding]]:
     """All holders of this GPU and node, and of the others a few of each kind.
 
     Which few depends on the receiver, so that all are asked by somebody.
     """
-    near: list[tuple[int, Link, Holding]] = []
+    near: list[tuple[int, LinkKind, Holding]] = []
     far: dict[Holding, list[int]] = {}
     for i, holder in enumerate(holders):
         if holder.worker in gone:
             continue
         link, held = _distance(holder, worker, node), Holding.of_holder(holder)
-        if link is Link.NETWORK:
+        if link is LinkKind.NETWORK:
             far.setdefault(held, []).append(i)
         else:
             near.append((i, link, held))
     turn = crc32(worker.encode())
     found = _turned(near, turn)
     for held, known in far.items():
-        found += [(i, Link.NETWORK, held) for i in _turned(known, turn)[:MOST_SOURCES]]
+        found += [(i, LinkKind.NETWORK, held) for i in _turned(known, turn)[:MOST_SOURCES]]
     return found
 
 
@@ -144,10 +144,10 @@ def _turned(items: list[T], turn: int) -> list[T]:
     return items[start:] + items[:start]
 
 
-def _distance(holder: WeightHolder, worker: str, node: str) -> Link:
+def _distance(holder: WeightHolder, worker: str, node: str) -> LinkKind:
     if holder.worker == worker:
-        return Link.GPU
-    return Link.NODE if holder.node == node else Link.NETWORK
+        return LinkKind.GPU
+    return LinkKind.NODE if holder.node == node else LinkKind.NETWORK
 
 
 def _concerns(shards: ShardMap, layer: int | None, held: Holding) -> bool:
@@ -163,13 +163,13 @@ class _Chooser:
         self._asked: dict[str, int] = {}
 
     def moves(self, piece: Piece, owners: Sequence[_Owner]) -> Iterable[WeightMove]:
-        own = [owner for owner in owners if owner.link is Link.GPU]
+        own = [owner for owner in owners if owner.link is LinkKind.GPU]
         for owner in own:
             if any(segment.holds(piece) for segment in owner.pieces.get(piece.tensor, ())):
-                yield _move(piece, piece.lo, piece.hi, Link.HELD, owner.index)
+                yield _move(piece, piece.lo, piece.hi, LinkKind.HELD, owner.index)
                 return
         left = [(piece.lo, piece.hi)]
-        for link in (Link.GPU, Link.NODE, Link.NETWORK):
+        for link in (LinkKind.GPU, LinkKind.NODE, LinkKind.NETWORK):
             near = [owner for owner in owners if owner.link is link]
             rest: list[tuple[int, int]] = []
             for lo, hi in left:
@@ -180,7 +180,7 @@ class _Chooser:
                         yield _move(piece, start, stop, link, source.index)
             left = rest
         for lo, hi in left:
-            yield _move(piece, lo, hi, Link.CHECKPOINT, CHECKPOINT)
+            yield _move(piece, lo, hi, LinkKind.CHECKPOINT, CHECKPOINT)
 
     def _cover(
         self, piece: Piece, lo: int, hi: int, owners: Sequence[_Owner]
@@ -221,7 +221,7 @@ class _Chooser:
             yield at
 
 
-def _move(piece: Piece, lo: int, hi: int, link: Link, source: int) -> WeightMove:
+def _move(piece: Piece, lo: int, hi: int, link: LinkKind, source: int) -> WeightMove:
     nbytes = (hi - lo) * piece.unit_bytes
     return WeightMove(piece.tensor, piece.dim, lo, hi, nbytes, link, source)
 
@@ -231,7 +231,7 @@ def kept_weight_bytes(shards: ShardMap, need: Holding, held: Sequence[Holding]) 
     kept = 0
     for layer in (None, *range(need.lo, need.hi)):
         owned = [
-            _Owner(0, "", Link.GPU, shards.named_pieces(layer, one))
+            _Owner(0, "", LinkKind.GPU, shards.named_pieces(layer, one))
             for one in held
             if _concerns(shards, layer, one)
         ]
@@ -252,9 +252,9 @@ def _union(ranges: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def bytes_by_link(moves: Iterable[WeightMove]) -> dict[Link, int]:
+def bytes_by_link(moves: Iterable[WeightMove]) -> dict[LinkKind, int]:
     """Sums, with every link there is."""
-    found = dict.fromkeys(Link, 0)
+    found = dict.fromkeys(LinkKind, 0)
     for move in moves:
         found[move.link] += move.nbytes
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Placed(NamedTuple):
+class WeightRange(NamedTuple):
     """A range `[start, stop)` of bytes that weights have."""
 
     start: int
@@ -28,7 +28,7 @@ class Slide(NamedTuple):
     start: int
 
 
-def gaps(placed: Sequence[Placed], total: int) -> list[tuple[int, int]]:
+def gaps(placed: Sequence[WeightRange], total: int) -> list[tuple[int, int]]:
     """What no weights have, rising; `placed` rises too."""
     found, at = [], 0
     for one in placed:
@@ -41,7 +41,10 @@ def gaps(placed: Sequence[Placed], total: int) -> list[tuple[int, int]]:
 
 
 def best_run(
-    placed: Sequence[Placed], total: int, size: int, in_the_way: Callable[[int, int], int | None]
+    placed: Sequence[WeightRange],
+    total: int,
+    size: int,
+    in_the_way: Callable[[int, int], int | None],
 ) -> int | None:
     """Where `size` bytes fit between weights, with the fewest pages in the way, then the lowest.
 
@@ -59,7 +62,7 @@ def best_run(
     return None if best is None else best[1]
 
 
-def slides(placed: Sequence[Placed], most_bytes: float) -> list[Slide]:
+def slides(placed: Sequence[WeightRange], most_bytes: float) -> list[Slide]:
     """Close gaps from below, moving weights of at most so many bytes, but at least one."""
     found: list[Slide] = []
     at = moved = 0

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flexslurm.engine.kv_cache import BlockPool, blocks_for
-from flexslurm.engine.load import LiveSequence, Load, MicroBatch, RunningKv
+from flexslurm.engine.load import LiveSequence, MicroBatch, RunningKv, SchedulerLoad
 from flexslurm.engine.roster import Roster
 from flexslurm.engine.sequence import Sequence, SequenceState
 from flexslurm.errors import ContextTooLong, InvalidRequest, ProtocolError
@@ -195,8 +195,8 @@ class Scheduler:
         """No sequence is left, not even an aborted one in flight, and none is to come."""
         return not self._roster.all and not self._in_flight and not self._reserved
 
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(
             running=self._roster.running,
             waiting=len(self._roster.queue),
             in_flight=len(self._in_flight),

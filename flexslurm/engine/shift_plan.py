@@ -13,9 +13,9 @@ import msgspec
 
 from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
 from flexslurm.engine.kv_moves import meetings, movable, route_costs
-from flexslurm.engine.memory_plan import MemoryPlan, Verdict, memory_plan, size
+from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, memory_plan, size
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
-from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, bytes_by_link, weight_moves
+from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, bytes_by_link, weight_moves
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
 from flexslurm.gear import Slot
 from flexslurm.messages import WeightHolder
@@ -51,15 +51,15 @@ class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
             limit=None if limit_mbps is None else limit_mbps * 1e6,
         )
 
-    def rate(self, link: Link, *, paced: bool = True) -> float:
+    def rate(self, link: LinkKind, *, paced: bool = True) -> float:
         """Bytes per second; `paced`: beside the serving gear."""
         whole: float = {
-            Link.GPU: self.gpu,
-            Link.NODE: self.node,
-            Link.NETWORK: self.network,
-            Link.CHECKPOINT: self.checkpoint,
+            LinkKind.GPU: self.gpu,
+            LinkKind.NODE: self.node,
+            LinkKind.NETWORK: self.network,
+            LinkKind.CHECKPOINT: self.checkpoint,
         }.get(link, float("inf"))
-        if link not in (Link.NODE, Link.NETWORK):
+        if link not in (LinkKind.NODE, LinkKind.NETWORK):
             return whole
         bound = whole * self.share if paced else whole
         return min(bound, self.limit) if self.limit is not None else bound
@@ -70,7 +70,7 @@ class Traffic(msgspec.Struct, frozen=True, array_like=True):
 
     source: str
     target: str
-    link: Link
+    link: LinkKind
     nbytes: int
 
 
@@ -82,7 +82,7 @@ class SlotMoves(msgspec.Struct, frozen=True):
     moves: tuple[WeightMove, ...]
 
     @property
-    def by_link(self) -> dict[Link, int]:
+    def by_link(self) -> dict[LinkKind, int]:
         return bytes_by_link(self.moves)
 
 
@@ -130,7 +130,7 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     pause_s: float
 
     @cached_property
-    def totals(self) -> dict[str, dict[Link, int]]:
+    def totals(self) -> dict[str, dict[LinkKind, int]]:
         """Bytes by link, of `weights` and of `kv`."""
         return {"weights": _totals(self.weights), "kv": _totals(self.kv)}
 
@@ -138,7 +138,7 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     def served_share(self) -> float:
         """Of the throughput before, what the shift leaves of it on average while it lasts."""
         whole = self.transfer_s + self.pause_s
-        if self.memory.verdict is Verdict.STOP or whole <= 0:
+        if self.memory.verdict is MemoryVerdict.STOP or whole <= 0:
             return 0.0
         return BESIDE_SHARE * self.transfer_s / whole
 
@@ -154,10 +154,10 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         kept = ", ".join(f"{old} → {new}" for new, old in sorted(self.kept.items()))
         found = [f"replicas that stay: {kept or 'none'}"]
         for what, by_link in self.totals.items():
-            parts = [f"{size(by_link[link])} {_WORDS[link]}" for link in Link if by_link[link]]
+            parts = [f"{size(by_link[link])} {_WORDS[link]}" for link in LinkKind if by_link[link]]
             found.append(f"{what}: {', '.join(parts) or 'nothing'}")
         found.append(f"memory: {self.memory.why}")
-        if self.memory.verdict is Verdict.STOP:
+        if self.memory.verdict is MemoryVerdict.STOP:
             found.append(f"serving stops; {size(self.memory.parked_bytes)} of KV are parked")
             found.append(self._handing_over())
         moving, lost = len(self.routes.to), len(self.recomputed)
@@ -178,11 +178,11 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
 
 _WORDS = {
-    Link.HELD: "stay in place",
-    Link.GPU: "copied inside a GPU",
-    Link.NODE: "inside a node",
-    Link.NETWORK: "over the network",
-    Link.CHECKPOINT: "from the checkpoint",
+    LinkKind.HELD: "stay in place",
+    LinkKind.GPU: "copied inside a GPU",
+    LinkKind.NODE: "inside a node",
+    LinkKind.NETWORK: "over the network",
+    LinkKind.CHECKPOINT: "from the checkpoint",
 }
 
 
@@ -203,7 +203,7 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
     memory = memory_plan(
         shards, facts.old, facts.new, facts.kept, (*staying, *moving), routes.to, facts.arenas
     )
-    stop = memory.verdict is Verdict.STOP
+    stop = memory.verdict is MemoryVerdict.STOP
     # What is retired before the install gives nothing, unless its weights can stay meanwhile.
     gone = stop and not memory.turn_layers
     givers = [one for i, one in enumerate(facts.old) if i in stay] if gone else facts.old
@@ -254,7 +254,7 @@ def _slot_moves(
 def _weight_traffic(
     slots: Sequence[SlotMoves], holders: Sequence[WeightHolder]
 ) -> tuple[Traffic, ...]:
-    sums: Counter[tuple[str, str, Link]] = Counter()
+    sums: Counter[tuple[str, str, LinkKind]] = Counter()
     for slot in slots:
         for move in slot.moves:
             source = "" if move.source == CHECKPOINT else holders[move.source].worker
@@ -275,7 +275,7 @@ def _kv_traffic(
     for one in moving:
         if one.seq_id in routes.to:
             blocks[one.replica, routes.to[one.seq_id]] += min(one.blocks, 1) if last else one.blocks
-    sums: Counter[tuple[str, str, Link]] = Counter()
+    sums: Counter[tuple[str, str, LinkKind]] = Counter()
     for (i, j), count in blocks.items():
         old, new = facts.old[i], facts.new[j]
         for met in meetings(shards, old, new):
@@ -284,12 +284,12 @@ def _kv_traffic(
     return _traffic(sums)
 
 
-def _traffic(sums: Counter[tuple[str, str, Link]]) -> tuple[Traffic, ...]:
+def _traffic(sums: Counter[tuple[str, str, LinkKind]]) -> tuple[Traffic, ...]:
     return tuple(Traffic(*key, nbytes) for key, nbytes in sorted(sums.items()))
 
 
-def _totals(traffic: Sequence[Traffic]) -> dict[Link, int]:
-    found = dict.fromkeys(Link, 0)
+def _totals(traffic: Sequence[Traffic]) -> dict[LinkKind, int]:
+    found = dict.fromkeys(LinkKind, 0)
     for one in traffic:
         found[one.link] += one.nbytes
     return found
@@ -301,9 +301,9 @@ def _seconds(traffic: Sequence[Traffic], facts: ShiftFacts, *, paced: bool) -> f
     Workers send and receive inside a node each for itself; the network is the node's.
     """
     places = _places(facts)
-    ends: Counter[tuple[str, str, Link]] = Counter()
+    ends: Counter[tuple[str, str, LinkKind]] = Counter()
     for one in traffic:
-        network = one.link is Link.NETWORK
+        network = one.link is LinkKind.NETWORK
         for way, worker in (("out", one.source), ("in", one.target)):
             if worker:
                 end = places[worker].node if network else worker
@@ -331,9 +331,9 @@ def _scheduled(
         return ()
     reserved: Counter[str] = Counter()
     for flow in weights:
-        if flow.link in (Link.NODE, Link.NETWORK):
+        if flow.link in (LinkKind.NODE, LinkKind.NETWORK):
             reserved[flow.source] += flow.nbytes
-    rate = facts.rates.rate(Link.NETWORK)
+    rate = facts.rates.rate(LinkKind.NETWORK)
     budgets: dict[str, int] = {}
     for worker, seconds in facts.leaving_s.items():
         budgets |= source_budgets([worker], rate, seconds, reserved)
@@ -353,6 +353,6 @@ def _scheduled(
 def _sent_per_block(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for met in meetings(shards, old, new):
-        if met.link is not Link.HELD:
+        if met.link is not LinkKind.HELD:
             sums[old.seats[met.old].worker] += met.box.pages * shards.page_bytes
     return dict(sums)

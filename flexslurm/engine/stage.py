@@ -64,7 +64,7 @@ class StagePlan:
     kv_blocks: int
 
 
-class Stage:
+class LoadedStage:
     """A stage that takes steps.
 
     Invariant: until `close` all its parameters are views of segments in the arena, which other
@@ -154,7 +154,7 @@ def build_stage(
     progress: Progress | None = None,
     filler: WeightFiller | None = None,
     hand_over: HandOver | None = None,
-) -> Stage:
+) -> LoadedStage:
     """Build, fill and return the stage; whatever is raised, the arena is as it was.
 
     `group`: the process group of the stage's ranks, None with one rank. `filler`: where slices
@@ -191,7 +191,7 @@ def _check_plan(plan: StagePlan, info: ModelInfo) -> None:
 def _build(
     plan: StagePlan, info: ModelInfo, arena: Arena, group: Any, filler: WeightFiller,
     progress: Progress | None, hand_over: HandOver | None,
-) -> Stage:  # fmt: skip
+) -> LoadedStage:  # fmt: skip
     if progress is not None:
         progress("build", 0, 0)
     engine, model, spec = _engine(plan, info, group, arena.device)
@@ -215,7 +215,7 @@ def _build(
         kept = sum(view.piece.nbytes for _, view in views if not view.fresh)
         built = True
         kept += filled.copied_bytes
-        return Stage(plan, info, arena, engine, spec, store, kept, filled)
+        return LoadedStage(plan, info, arena, engine, spec, store, kept, filled)
     finally:
         if not built:
             _let_go(arena, plan.epoch, store)

@@ -24,7 +24,7 @@ from flexslurm.engine.faults import Point
 from flexslurm.engine.install import Host, Installer
 from flexslurm.engine.pacing import Pacer
 from flexslurm.engine.pipeline import Pending, StageRunner, StepOrder
-from flexslurm.engine.stage import Stage
+from flexslurm.engine.stage import LoadedStage
 from flexslurm.errors import FlexslurmError, ModelError, ProtocolError
 from flexslurm.messages import (
     FreeBlocks,
@@ -48,7 +48,7 @@ _FINISH_S = 0.1
 """For a step that is just ending: a group is best closed when nothing is under way in it."""
 
 
-class Phase(StrEnum):
+class TenancyPhase(StrEnum):
     INSTALLING = "installing"
     SERVING = "serving"
     BROKEN = "broken"
@@ -61,10 +61,10 @@ class Tenancy:
 
     def __init__(self, install: Install, host: Host) -> None:
         self.epoch = install.epoch
-        self.phase = Phase.INSTALLING
+        self.phase = TenancyPhase.INSTALLING
         self._install, self._host = install, host
         self._groups = EpochGroups(install.epoch, install.replica, install.slot, host.network)
-        self._stage: Stage | None = None
+        self._stage: LoadedStage | None = None
         self._runner: StageRunner | None = None
         self._order = StepOrder(install.epoch, install.slot.replica)
         self._steps: queue.Queue[Order | None] = queue.Queue(_MAX_WAITING_STEPS)
@@ -122,7 +122,7 @@ class Tenancy:
             log.warning("epoch %d: install failed: %s", self.epoch, reason, exc_info=trace)
             self._tell_failed(error)
             return False
-        self.phase = Phase.SERVING
+        self.phase = TenancyPhase.SERVING
         self._host.send(done)
         return True
 
@@ -230,7 +230,7 @@ class Tenancy:
 
         The memory stays: what it holds of the KV cache may be moved yet.
         """
-        self.phase = Phase.BROKEN
+        self.phase = TenancyPhase.BROKEN
         reason, trace = reason_of(error), _unexpected(error)
         log.warning("epoch %d: step %d failed: %s", self.epoch, step, reason, exc_info=trace)
         self._host.send(
@@ -240,7 +240,7 @@ class Tenancy:
         self._stop.wait()
 
     def _tear_down(self) -> None:
-        self.phase = Phase.RETIRED
+        self.phase = TenancyPhase.RETIRED
         self._runner = None
         if not self._host.transfers.close(self.epoch, _CLOSE_S):
             log.error("epoch %d: still moved after %g s", self.epoch, _CLOSE_S)

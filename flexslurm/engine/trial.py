@@ -28,7 +28,7 @@ _OPEN_AT_ONCE = 256
 _GREEDY = ChunkSampling(params=SamplingParams(), position=0)
 
 
-class Load(msgspec.Struct, frozen=True):
+class TrialLoad(msgspec.Struct, frozen=True):
     """What one step of the trial holds: sequences that are all alike."""
 
     batch: int
@@ -54,7 +54,7 @@ class Probe(msgspec.Struct, frozen=True):
     """A step of one stage, done in turn with the same step of the stage of one layer."""
 
     role: str
-    load: Load
+    load: TrialLoad
     """The last stage's logits are wanted; the others have none."""
 
 
@@ -99,13 +99,13 @@ class Trial(msgspec.Struct, frozen=True):
     step_timeout_s: float = 120.0
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """Seconds of one step on one stage, or of building it."""
 
     role: str
     layers: int
     seconds: float
-    load: Load | None = None
+    load: TrialLoad | None = None
     """None: building the stage."""
     one_s: float = 0.0
     """What the stage of one layer took for the same step."""
@@ -121,10 +121,10 @@ class Served(msgspec.Struct, frozen=True):
     cycle_s: float
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TrialOutcome(msgspec.Struct, frozen=True):
     """What the measuring process leaves: measurements, or why there are none."""
 
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[Measurement, ...] = ()
     left_out: int = 0
     """Measurements for which there was no time."""
     served: Served | None = None
@@ -204,12 +204,12 @@ def probes_of(grid: Grid, model_context: int) -> tuple[Probe, ...]:
     batches = _steps(1, max(2, min(grid.max_batch, grid.max_tokens)), 4)
     contexts = _steps(min(32, context), context, 4)
     tokens = _steps(min(8, grid.max_tokens, context), min(grid.max_tokens, context), 4)
-    loads = [Load(b, 1, c) for c in contexts for b in batches]
-    loads += [Load(1, n, n) for n in tokens if n > 1]
-    loads += [Load(4, n // 4, n // 4) for n in tokens if n >= 16 and grid.max_batch >= 4]
+    loads = [TrialLoad(b, 1, c) for c in contexts for b in batches]
+    loads += [TrialLoad(1, n, n) for n in tokens if n > 1]
+    loads += [TrialLoad(4, n // 4, n // 4) for n in tokens if n >= 16 and grid.max_batch >= 4]
     layers = sorted(loads, key=lambda load: (load.blocks(1), load.batch))
-    heads = [Load(b, 1, contexts[0], sampled=True) for b in batches]
-    embeds = [Load(1, 1, contexts[0]), Load(1, tokens[-1], tokens[-1])]
+    heads = [TrialLoad(b, 1, contexts[0], sampled=True) for b in batches]
+    embeds = [TrialLoad(1, 1, contexts[0]), TrialLoad(1, tokens[-1], tokens[-1])]
     return (
         *(Probe(LAST, load) for load in heads),
         *(Probe(FIRST, load) for load in embeds),
@@ -237,7 +237,7 @@ def opening(kv_blocks: int) -> Iterator[tuple[Chunk, ...]]:
         )
 
 
-def chunks_of(load: Load, block_tokens: int, vocab: int) -> tuple[Chunk, ...]:
+def chunks_of(load: TrialLoad, block_tokens: int, vocab: int) -> tuple[Chunk, ...]:
     """The step's sequences, each with blocks of its own."""
     own = -(-load.context // block_tokens)
     return tuple(
@@ -255,12 +255,12 @@ def chunks_of(load: Load, block_tokens: int, vocab: int) -> tuple[Chunk, ...]:
 # ------------------------------------------------------------------------------- the profile
 
 
-def rows_of(measured: Sequence[Measured]) -> list[Row]:
+def rows_of(measured: Sequence[Measurement]) -> list[Row]:
     """The rows of a profile; see the module's first lines for what is taken from what."""
     return [row for m in measured for row in _rows(m)]
 
 
-def _rows(m: Measured) -> list[Row]:
+def _rows(m: Measurement) -> list[Row]:
     load = m.load
     if load is None:
         return [Row("load", m.layers, 0, 0, m.seconds)] if m.role == BODY else []

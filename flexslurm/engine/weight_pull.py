@@ -21,7 +21,7 @@ from flexslurm.engine.arena import Arena
 from flexslurm.engine.faults import Point
 from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.ownership import Holding, ShardMap
-from flexslurm.engine.reshard import CHECKPOINT, Link, WeightMove, weight_moves
+from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, weight_moves
 from flexslurm.engine.shard import ShardSpec
 from flexslurm.engine.spans import Spans
 from flexslurm.engine.transfer_client import Cancel, Fetched, Fetcher, Job
@@ -34,8 +34,8 @@ from flexslurm.messages import WeightHolder
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-_LOCAL = (Link.HELD, Link.GPU)
-_PEERS = (Link.NODE, Link.NETWORK)
+_LOCAL = (LinkKind.HELD, LinkKind.GPU)
+_PEERS = (LinkKind.NODE, LinkKind.NETWORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Peers:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPiece:
     """A piece that is being filled."""
 
     need: Need
@@ -114,7 +114,7 @@ class PeerFiller:
         tally = _Tally(sum(need.piece.nbytes for need in needs), progress)
         with ExitStack() as stack:
             todo = {
-                (need.piece.tensor, need.piece.dim): _Open(
+                (need.piece.tensor, need.piece.dim): _OpenPiece(
                     need,
                     stack.enter_context(weights.filling(need.view)),
                     Spans([(need.piece.lo, need.piece.hi)]),
@@ -133,7 +133,7 @@ class PeerFiller:
     # ----------------------------------------------------------------------- on this GPU
 
     def _from_here(
-        self, weights: WeightStore, todo: dict[tuple[str, int], _Open], tally: _Tally
+        self, weights: WeightStore, todo: dict[tuple[str, int], _OpenPiece], tally: _Tally
     ) -> None:
         for move in self._moves(frozenset()) if todo else ():
             one = todo.get((move.tensor, move.dim))
@@ -159,7 +159,7 @@ class PeerFiller:
 
     # -------------------------------------------------------------------- from other workers
 
-    def _from_peers(self, todo: dict[tuple[str, int], _Open], tally: _Tally) -> None:
+    def _from_peers(self, todo: dict[tuple[str, int], _OpenPiece], tally: _Tally) -> None:
         plan = self._asks(self._moves(frozenset(self._gone)), todo) if todo else {}
         while plan and not self._cancel.is_set:
             results = self._fetch_all(plan, todo, tally)
@@ -183,7 +183,7 @@ class PeerFiller:
         return self._planned[gone]
 
     def _asks(
-        self, moves: Sequence[WeightMove], todo: dict[tuple[str, int], _Open]
+        self, moves: Sequence[WeightMove], todo: dict[tuple[str, int], _OpenPiece]
     ) -> dict[int, list[PieceRange]]:
         """What of the moves is still missing, by the holder that gives it."""
         found: dict[int, list[PieceRange]] = {}
@@ -199,7 +199,10 @@ class PeerFiller:
         return {source: pieces for source, pieces in found.items() if pieces}
 
     def _fetch_all(
-        self, plan: dict[int, list[PieceRange]], todo: dict[tuple[str, int], _Open], tally: _Tally
+        self,
+        plan: dict[int, list[PieceRange]],
+        todo: dict[tuple[str, int], _OpenPiece],
+        tally: _Tally,
     ) -> dict[int, Fetched]:
         """From all sources side by side; raises what `progress` does, when all have ended."""
         results: dict[int, Fetched] = {}
@@ -230,7 +233,7 @@ class PeerFiller:
         return results
 
     def _fetch(
-        self, source: int, pieces: list[PieceRange], todo: dict[tuple[str, int], _Open],
+        self, source: int, pieces: list[PieceRange], todo: dict[tuple[str, int], _OpenPiece],
         tally: _Tally,
     ) -> Fetched:  # fmt: skip
         holder = self._peers.holders[source]
@@ -258,7 +261,10 @@ class PeerFiller:
         return self._fetcher.fetch(job)
 
     def _account(
-        self, pieces: list[PieceRange], found: Fetched | None, todo: dict[tuple[str, int], _Open]
+        self,
+        pieces: list[PieceRange],
+        found: Fetched | None,
+        todo: dict[tuple[str, int], _OpenPiece],
     ) -> None:
         """A range counts when all of it has come."""
         if found is None:
@@ -273,7 +279,7 @@ class PeerFiller:
 
     # ------------------------------------------------------------------------- from files
 
-    def _from_files(self, todo: dict[tuple[str, int], _Open], tally: _Tally) -> None:
+    def _from_files(self, todo: dict[tuple[str, int], _OpenPiece], tally: _Tally) -> None:
         for one in todo.values():
             for lo, hi in one.left:
                 out = one.need.shaped(one.raw, lo, hi)

@@ -9,9 +9,9 @@ from typing import Protocol
 import msgspec
 
 from flexslurm.gateway import responses as out
-from flexslurm.gateway.choice import Choice, Piece, ScoredToken
+from flexslurm.gateway.choice import Choice, ChoiceDelta, ScoredToken
 from flexslurm.gateway.text import TextModel
-from flexslurm.gateway.translate import Plan
+from flexslurm.gateway.translate import GenerationPlan
 
 # JSON has no infinity; this is what other servers write for an impossible token.
 LEAST_LOGPROB = -9999.0
@@ -21,7 +21,7 @@ LEAST_LOGPROB = -9999.0
 class AnswerSettings:
     """What all chunks of an answer have in common."""
 
-    plan: Plan
+    plan: GenerationPlan
     model: str
     created: int
     text: TextModel
@@ -43,7 +43,7 @@ class AnswerSettings:
 class Form(Protocol):
     """How one of the two APIs writes an answer."""
 
-    def chunk(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
+    def chunk(self, choice: Choice, piece: ChoiceDelta, choices: Sequence[Choice]) -> bytes:
         """The server-sent events for what is new of a choice; empty if nothing is to be said."""
         ...
 
@@ -56,7 +56,7 @@ class Form(Protocol):
         ...
 
 
-def _is_news(settings: AnswerSettings, choice: Choice, piece: Piece) -> bool:
+def _is_news(settings: AnswerSettings, choice: Choice, piece: ChoiceDelta) -> bool:
     return bool(piece.text or piece.scored or choice.ended or (settings.token_ids and piece.tokens))
 
 
@@ -83,7 +83,7 @@ class ChatForm:
         self._id = f"chatcmpl-{settings.plan.request_id}"
         self._begun: set[int] = set()
 
-    def chunk(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
+    def chunk(self, choice: Choice, piece: ChoiceDelta, choices: Sequence[Choice]) -> bytes:
         settings = self._settings
         if not _is_news(settings, choice, piece):
             return b""
@@ -188,7 +188,7 @@ class TextForm:
         self._echo = echo
         self._begun: set[int] = set()
 
-    def chunk(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
+    def chunk(self, choice: Choice, piece: ChoiceDelta, choices: Sequence[Choice]) -> bytes:
         settings = self._settings
         if not _is_news(settings, choice, piece):
             return b""
@@ -205,7 +205,7 @@ class TextForm:
         done = [self._choice(choice, choice.take(), first=True) for choice in choices]
         return out.encode(self._envelope(done, self._settings.usage(choices)))
 
-    def _choice(self, choice: Choice, piece: Piece, *, first: bool) -> out.TextChoice:
+    def _choice(self, choice: Choice, piece: ChoiceDelta, *, first: bool) -> out.TextChoice:
         prompt_index = choice.index // self._settings.plan.n
         echo = self._echo[prompt_index] if self._echo is not None else ""
         entry = out.TextChoice(

@@ -35,7 +35,7 @@ from flexslurm.gateway.schemas import (
 )
 from flexslurm.gateway.streaming import Answer, Lifecycle, Session
 from flexslurm.gateway.text import TextModel
-from flexslurm.gateway.translate import Plan, Tokens
+from flexslurm.gateway.translate import GenerationPlan, Tokens
 from flexslurm.messages import ServiceState
 
 READY_STATES = frozenset({ServiceState.SERVING, ServiceState.SHIFTING})
@@ -157,7 +157,9 @@ class Gateway:
     def _echo(self, prompt: Prompt, tokens: Tokens) -> str:
         return prompt if isinstance(prompt, str) else self.text.decode(tokens)
 
-    def _plan(self, request_id: str, body: GenerationBody, prompts: Sequence[Tokens]) -> Plan:
+    def _plan(
+        self, request_id: str, body: GenerationBody, prompts: Sequence[Tokens]
+    ) -> GenerationPlan:
         return translate.plan_request(
             body,
             prompts,
@@ -167,7 +169,7 @@ class Gateway:
             random_seed=lambda: secrets.randbits(63),
         )
 
-    def _settings(self, plan: Plan, body: GenerationBody) -> AnswerSettings:
+    def _settings(self, plan: GenerationPlan, body: GenerationBody) -> AnswerSettings:
         options = body.stream_options
         return AnswerSettings(
             plan=plan,
@@ -181,7 +183,9 @@ class Gateway:
             continuous_usage=options is not None and options.continuous_usage_stats,
         )
 
-    def _choices(self, plan: Plan, body: GenerationBody, *, in_context: bool) -> list[Choice]:
+    def _choices(
+        self, plan: GenerationPlan, body: GenerationBody, *, in_context: bool
+    ) -> list[Choice]:
         """`in_context`: the text goes on from the prompt's, else it stands by itself."""
         rules = EndRules(
             stop_strings=tuple(body.stop),
@@ -200,7 +204,7 @@ class Gateway:
         return choices
 
     def _answer(
-        self, plan: Plan, body: GenerationBody, form: Form, choices: list[Choice]
+        self, plan: GenerationPlan, body: GenerationBody, form: Form, choices: list[Choice]
     ) -> Answer:
         return Answer(
             lambda: Session(self.generator, plan.sequences, choices),

@@ -45,7 +45,7 @@ class ScoredToken:
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What is new of a choice since the last look."""
 
     text: str = ""
@@ -121,9 +121,9 @@ class Choice:
             self._end(event.finish, event)
         return self.ended
 
-    def take(self) -> Piece:
+    def take(self) -> ChoiceDelta:
         """What is new and certain. After the end: all the rest."""
-        piece = Piece("".join(self._fresh), tokens=self._tokens)
+        piece = ChoiceDelta("".join(self._fresh), tokens=self._tokens)
         self._fresh.clear()
         self._tokens = []
         self._given += len(piece.text)

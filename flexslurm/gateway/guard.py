@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexslurm.errors import ConfigError, Unauthorized
-from flexslurm.gateway.problems import Problem, http_error, request_error
+from flexslurm.gateway.problems import HttpProblem, http_error, request_error
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 """Asked by load balancers and scrapers, which have no key."""
@@ -132,8 +132,8 @@ class Gate:
             return
         await self._app(scope, self._bounded(receive), send)
 
-    def _too_large(self) -> Problem:
-        return Problem(413, f"the body is larger than {self._body_bytes} bytes")
+    def _too_large(self) -> HttpProblem:
+        return HttpProblem(413, f"the body is larger than {self._body_bytes} bytes")
 
     def _bounded(self, receive: Receive) -> Receive:
         """Count what comes without a declared length, too."""

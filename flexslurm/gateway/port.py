@@ -10,7 +10,7 @@ import msgspec
 from flexslurm.messages import SequenceRequest, ServiceState, TokenEvent
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ServedLimits(msgspec.Struct, frozen=True):
     """What the installed gear can take; None while none is installed."""
 
     max_context: int | None
@@ -51,6 +51,6 @@ class Generator(Protocol):
         """
         ...
 
-    def limits(self) -> Limits: ...
+    def limits(self) -> ServedLimits: ...
 
     def serving(self) -> Serving: ...

@@ -24,7 +24,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
-class Problem(HTTPException):
+class HttpProblem(HTTPException):
     """An error of HTTP itself, found where no FlexslurmError can be raised."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None) -> None:

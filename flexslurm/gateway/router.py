@@ -25,7 +25,7 @@ _QUEUE_SHARE = 8  # a replica's own queue: one part in eight of its batch
 _QUEUE_LEAST = 2
 
 
-class Verdict(StrEnum):
+class RoutingVerdict(StrEnum):
     PLACED = "placed"
     HELD = "held"
     """Every replica that could take it is busy."""
@@ -68,17 +68,17 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
         return (self.sequences + 1) / (self.speed * self.ramp)
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RoutingDecision(msgspec.Struct, frozen=True):
     """The answer, with its reason; `replica` is None unless it is placed."""
 
-    verdict: Verdict
+    verdict: RoutingVerdict
     replica: int | None
     reason: str
     cap_tokens: int | None = None
     """Set where the sequence may outgrow the replica: the tokens at which it must leave it."""
 
 
-def choose(loads: Sequence[ReplicaLoad], tokens_now: int, tokens_most: int) -> Placement:
+def choose(loads: Sequence[ReplicaLoad], tokens_now: int, tokens_most: int) -> RoutingDecision:
     """Choose a replica for a sequence.
 
     `tokens_now` are those it has (prompt, and answer so far if it moved here), `tokens_most` those
@@ -86,21 +86,29 @@ def choose(loads: Sequence[ReplicaLoad], tokens_now: int, tokens_most: int) -> P
     """
     largest = max((load.max_context for load in loads), default=0)
     if tokens_now >= largest:
-        return Placement(Verdict.UNFIT, None, f"it has {tokens_now} tokens of at most {largest}")
+        return RoutingDecision(
+            RoutingVerdict.UNFIT, None, f"it has {tokens_now} tokens of at most {largest}"
+        )
     cap = None if tokens_most <= largest else largest
     fit = [load for load in loads if min(tokens_most, largest) <= load.max_context]
     start = [load for load in fit if _can_start(load, tokens_now)]
     if start:
         best = min(start, key=lambda load: (load.score(), load.replica))
-        return Placement(Verdict.PLACED, best.replica, _reason(best, start, loads), cap)
+        return RoutingDecision(
+            RoutingVerdict.PLACED, best.replica, _reason(best, start, loads), cap
+        )
     # A replica that is ramped up would start what queues there, beyond its share.
     queue = [load for load in fit if load.ramp >= 1 and load.waiting < load.queue_bound]
     if queue:
         best = min(queue, key=lambda load: (load.score(), load.replica))
         why = f"none can start it now; replica {best.replica} has room in its queue"
-        return Placement(Verdict.PLACED, best.replica, f"{why}, {best.waiting} wait there", cap)
+        return RoutingDecision(
+            RoutingVerdict.PLACED, best.replica, f"{why}, {best.waiting} wait there", cap
+        )
     numbers = ", ".join(str(load.replica) for load in fit)
-    return Placement(Verdict.HELD, None, f"no room in the batches and queues of replicas {numbers}")
+    return RoutingDecision(
+        RoutingVerdict.HELD, None, f"no room in the batches and queues of replicas {numbers}"
+    )
 
 
 def _can_start(load: ReplicaLoad, tokens: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flexslurm.errors import ContextTooLong, InvalidRequest, UnknownModel
 from flexslurm.gateway.card import Bounds, ModelCard
-from flexslurm.gateway.port import Limits
+from flexslurm.gateway.port import ServedLimits
 from flexslurm.gateway.schemas import (
     HARMLESS,
     UNSUPPORTED,
@@ -37,7 +37,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationPlan:
     """One API request as the generator and the answer need it."""
 
     request_id: str
@@ -208,9 +208,9 @@ def plan_request(
     *,
     request_id: str,
     text: TextModel,
-    limits: Limits,
+    limits: ServedLimits,
     random_seed: Callable[[], int],
-) -> Plan:
+) -> GenerationPlan:
     """The sequences of a request whose body has been checked. Raises a RequestError."""
     n = body.n or 1
     sampling = sampling_params(body, text)
@@ -227,7 +227,7 @@ def plan_request(
                     stop=stop,
                 )
             )
-    return Plan(request_id, tuple(prompts), tuple(sequences), n)
+    return GenerationPlan(request_id, tuple(prompts), tuple(sequences), n)
 
 
 def _with_seed(sampling: Mapping[str, Any], seed: int) -> SamplingParams:
@@ -278,7 +278,7 @@ def _logit_bias(given: Mapping[str, float] | None, text: TextModel) -> dict[int,
 
 
 def stop_rules(
-    body: GenerationBody, prompt_tokens: int, text: TextModel, limits: Limits
+    body: GenerationBody, prompt_tokens: int, text: TextModel, limits: ServedLimits
 ) -> StopRules:
     """Raises ContextTooLong where prompt and answer do not fit."""
     max_tokens = _max_tokens(body, prompt_tokens, limits)
@@ -301,7 +301,7 @@ def stop_rules(
     )
 
 
-def _max_tokens(body: GenerationBody, prompt_tokens: int, limits: Limits) -> int:
+def _max_tokens(body: GenerationBody, prompt_tokens: int, limits: ServedLimits) -> int:
     """What is asked for, or what is left of the context; raises ContextTooLong."""
     context = limits.model_context if limits.max_context is None else limits.max_context
     left = context - prompt_tokens

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import msgspec
 
-from flexslurm.engine.load import LiveSequence, Load
-from flexslurm.gateway.router import Placement, ReplicaLoad, Verdict, choose
-from flexslurm.head.stream import Channel
+from flexslurm.engine.load import LiveSequence, SchedulerLoad
+from flexslurm.gateway.router import ReplicaLoad, RoutingDecision, RoutingVerdict, choose
+from flexslurm.head.stream import EventChannel
 from flexslurm.head.suspicion import Suspicion
 from flexslurm.messages import SequenceRequest
 
@@ -52,7 +52,7 @@ class ReplicaDriver(Protocol):
     def release(self, seq_id: str) -> None: ...
     def abort(self, seq_id: str) -> bool: ...
     def pump(self) -> int: ...
-    def load(self) -> Load: ...
+    def load(self) -> SchedulerLoad: ...
     def tick(self, now: float) -> None: ...
     def close(self) -> list[LiveSequence]: ...
 
@@ -65,13 +65,13 @@ class Live:
         "moves", "outgrown", "output", "placed", "request", "suspicion", "unfit_since_s",
     )  # fmt: skip
 
-    def __init__(self, request: SequenceRequest, channel: Channel, now: float) -> None:
+    def __init__(self, request: SequenceRequest, channel: EventChannel, now: float) -> None:
         self.request = request
         self.channel = channel
         self.output: list[int] = []
         self.most_tokens = len(request.prompt) + request.stop.max_tokens
         """Tokens it may reach."""
-        self.placed: Placement | None = None
+        self.placed: RoutingDecision | None = None
         """Which replica has it, and why that one."""
         self.accepted_s = now
         self.first_s: float | None = None
@@ -270,7 +270,7 @@ class Dispatch:
         for replica in touched:
             seats[replica].driver.pump()
 
-    def _seat(self, live: Live, placement: Placement, replica: int) -> None:
+    def _seat(self, live: Live, placement: RoutingDecision, replica: int) -> None:
         del self._held[live.request.seq_id]
         cap = placement.cap_tokens
         live.placed, live.outgrown = placement, False
@@ -290,7 +290,7 @@ class Dispatch:
         cap = None if live.most_tokens <= limit else limit
         if not driver.adopt(live.request, tuple(live.output), computed, partly=cap is not None):
             return False
-        live.placed = Placement(Verdict.PLACED, seat, "its KV was moved there", cap)
+        live.placed = RoutingDecision(RoutingVerdict.PLACED, seat, "its KV was moved there", cap)
         live.outgrown, live.unfit_since_s = False, None
         live.cap_output = None if cap is None else cap - len(live.request.prompt)
         return True

@@ -15,7 +15,7 @@ from flexslurm.config.service import Service
 from flexslurm.gear import Shape, Signature
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.table import GearTable
-from flexslurm.planner.tabulate import Pilots, make_table, signature_of
+from flexslurm.planner.tabulate import PilotKind, make_table, signature_of
 
 MOST_ENTRIES = 10_000
 MOST_S = 60.0
@@ -28,13 +28,13 @@ class _TooLong(Exception):
     """The table is not done in time."""
 
 
-def pilot_kinds(service: Service) -> tuple[Pilots, ...]:
+def pilot_kinds(service: Service) -> tuple[PilotKind, ...]:
     """The service's pilots by what they hold."""
     kinds: Counter[Signature] = Counter()
     for entry in service.pool:
         shape = Shape(entry.gpu_type, entry.gpus)
         kinds[Signature(((shape, entry.nodes),))] += entry.most
-    return tuple(Pilots(nodes, kinds[nodes]) for nodes in sorted(kinds, key=lambda s: s.counts))
+    return tuple(PilotKind(nodes, kinds[nodes]) for nodes in sorted(kinds, key=lambda s: s.counts))
 
 
 def full_pool(service: Service) -> Signature:
@@ -42,11 +42,11 @@ def full_pool(service: Service) -> Signature:
     return _all_of(pilot_kinds(service))
 
 
-def _all_of(kinds: Sequence[Pilots]) -> Signature:
+def _all_of(kinds: Sequence[PilotKind]) -> Signature:
     return signature_of(kinds, [kind.count for kind in kinds])
 
 
-def selections(kinds: Sequence[Pilots], most: int) -> Iterator[tuple[Pilots, ...]]:
+def selections(kinds: Sequence[PilotKind], most: int) -> Iterator[tuple[PilotKind, ...]]:
     """What tables may hold, the largest first; each has the full pool, none over `most` entries.
 
     A part of the pool that comes and goes as one is a pilot to the table.
@@ -54,23 +54,23 @@ def selections(kinds: Sequence[Pilots], most: int) -> Iterator[tuple[Pilots, ...
     if entries(kinds) <= most:
         yield tuple(kinds)
     for margin in (2, 1):
-        apart = [Pilots(kind.nodes, min(margin, kind.count)) for kind in kinds]
-        rest = [Pilots(k.nodes, k.count - a.count) for k, a in zip(kinds, apart, strict=True)]
+        apart = [PilotKind(kind.nodes, min(margin, kind.count)) for kind in kinds]
+        rest = [PilotKind(k.nodes, k.count - a.count) for k, a in zip(kinds, apart, strict=True)]
         chosen = tuple(apart)
         if any(kind.count for kind in rest):
-            chosen = (Pilots(_all_of(rest), 1), *chosen)
+            chosen = (PilotKind(_all_of(rest), 1), *chosen)
         if entries(chosen) <= most:
             yield chosen
-    yield (Pilots(_all_of(kinds), 1),)
+    yield (PilotKind(_all_of(kinds), 1),)
 
 
-def entries(kinds: Sequence[Pilots]) -> int:
+def entries(kinds: Sequence[PilotKind]) -> int:
     return prod(kind.count + 1 for kind in kinds)
 
 
 def make_service_table(
     planner: Planner,
-    kinds: Sequence[Pilots],
+    kinds: Sequence[PilotKind],
     progress: Progress,
     *,
     most: int = MOST_ENTRIES,
@@ -94,7 +94,7 @@ def make_service_table(
     return make_table(planner, last, progress)
 
 
-def fits(table: GearTable, inputs: str, kinds: Sequence[Pilots]) -> bool:
+def fits(table: GearTable, inputs: str, kinds: Sequence[PilotKind]) -> bool:
     """Whether the table was made from the same inputs, for pilots of these kinds."""
     if table.header.inputs != inputs or table.find(_all_of(kinds)) is None:
         return False

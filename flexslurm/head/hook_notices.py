@@ -8,7 +8,7 @@ from flexslurm.config.site import Site
 from flexslurm.control.events import Event, PilotGone, PilotLeaving
 from flexslurm.control.members import AgentRecord
 from flexslurm.messages import NotifyAsk
-from flexslurm.slurm.notices import Gone, Leaving, LookNow, PilotAt, meaning
+from flexslurm.slurm.notices import Leaving, LookNow, PilotAt, PilotLost, meaning
 from flexslurm.slurm.window import site_window
 from flexslurm.wire.service_dir import Pilot
 
@@ -27,7 +27,7 @@ def take_notice(
         match notice:
             case Leaving(fragment, source, grace_s):
                 tell(PilotLeaving(fragment, source, grace_s))
-            case Gone(fragment, reason):
+            case PilotLost(fragment, reason):
                 tell(PilotGone(fragment, reason))
             case LookNow():
                 look_now()

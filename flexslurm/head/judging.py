@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexslurm.control.figures import Judgement, Kept, ServiceFigures
+from flexslurm.control.figures import Judgement, ServiceFigures, ThroughputKept
 from flexslurm.control.state import Control
 from flexslurm.head.ledger import Figures
 from flexslurm.messages import FinishReason
@@ -56,5 +56,5 @@ class Judge:
     def judge(self, now: float) -> Judgement:
         return self._figures.judge(now)
 
-    def kept(self, epoch: int) -> Kept:
+    def kept(self, epoch: int) -> ThroughputKept:
         return self._figures.kept(epoch)

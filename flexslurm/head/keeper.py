@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 
 
-class Keeper:
+class CheckpointWriter:
     """At most one checkpoint is being written; of those that come meanwhile, the last is next."""
 
     def __init__(self, storage: Storage | None, head: str, model: str) -> None:

@@ -15,12 +15,12 @@ import msgspec
 
 from flexslurm.engine.load import LiveSequence
 from flexslurm.errors import GenerationFailed, NotServing, RequestAborted, RequestError
-from flexslurm.gateway.port import Limits, Serving
+from flexslurm.gateway.port import ServedLimits, Serving
 from flexslurm.gateway.router import check_queue
 from flexslurm.head.acceptance import check_request
 from flexslurm.head.dispatch import Dispatch, Live, ReplicaDriver, Totals
 from flexslurm.head.observer import Observer, SequenceSummary, SilentObserver
-from flexslurm.head.stream import Channel, Stream
+from flexslurm.head.stream import EventChannel, Stream
 from flexslurm.head.suspicion import GUILTY_FAILURES, blame
 from flexslurm.messages import FinishReason, SequenceRequest, ServiceState, TokenEvent
 
@@ -103,7 +103,7 @@ class Ledger:
             raise
         now = self._now()
         bound = sum(request.stop.max_tokens + 1 for request in requests)
-        channel = Channel([request.seq_id for request in requests], bound)
+        channel = EventChannel([request.seq_id for request in requests], bound)
         try:
             for request in requests:
                 arrival = self._next_arrival
@@ -127,7 +127,7 @@ class Ledger:
         new, live = len(requests), len(self._live)
         check_queue(new, live, self._dispatch.places, self.settings.max_waiting)
 
-    def _accept(self, request: SequenceRequest, channel: Channel, now: float) -> None:
+    def _accept(self, request: SequenceRequest, channel: EventChannel, now: float) -> None:
         if self._on_accept is not None:
             self._on_accept(request)
         self._next_arrival += 1
@@ -155,9 +155,9 @@ class Ledger:
             self._dispatch.place()
             self._dispatch.pump()
 
-    def limits(self) -> Limits:
+    def limits(self) -> ServedLimits:
         gear, model = self._dispatch.largest, self.settings.model_context
-        return Limits(None if gear is None else min(gear, model), model)
+        return ServedLimits(None if gear is None else min(gear, model), model)
 
     def serving(self) -> Serving:
         totals, view = self._dispatch.totals(), self._view

@@ -14,14 +14,14 @@ from enum import StrEnum
 
 import msgspec
 
-from flexslurm.engine.memory_plan import Verdict
+from flexslurm.engine.memory_plan import MemoryVerdict
 from flexslurm.engine.shift_plan import ShiftPlan
 
 _LAST = 5
 """Shifts of a kind that count."""
 
 
-class Part(StrEnum):
+class LessonPart(StrEnum):
     TRANSFER = "transfer"
     PAUSE = "pause"
 
@@ -30,9 +30,9 @@ class Part(StrEnum):
 class Lessons:
     """Seconds by kind of shift; none until something was measured."""
 
-    _more: dict[tuple[Verdict, Part], deque[float]] = field(default_factory=dict)
+    _more: dict[tuple[MemoryVerdict, LessonPart], deque[float]] = field(default_factory=dict)
 
-    def more_s(self, verdict: Verdict, part: Part) -> float:
+    def more_s(self, verdict: MemoryVerdict, part: LessonPart) -> float:
         """What shifts of this kind take beyond what their bytes would."""
         seen = self._more.get((verdict, part))
         return statistics.median(seen) if seen else 0.0
@@ -42,15 +42,15 @@ class Lessons:
         kind = plan.memory.verdict
         return msgspec.structs.replace(
             plan,
-            transfer_s=max(plan.transfer_s + self.more_s(kind, Part.TRANSFER), 0.0),
-            pause_s=max(plan.pause_s + self.more_s(kind, Part.PAUSE), 0.0),
+            transfer_s=max(plan.transfer_s + self.more_s(kind, LessonPart.TRANSFER), 0.0),
+            pause_s=max(plan.pause_s + self.more_s(kind, LessonPart.PAUSE), 0.0),
         )
 
     def learn(self, plan: ShiftPlan, transfer_s: float, pause_s: float) -> None:
         """Take what a shift took; `plan` as it was before it was corrected."""
         kind = plan.memory.verdict
         for part, took_s, expected_s in (
-            (Part.TRANSFER, transfer_s, plan.transfer_s),
-            (Part.PAUSE, pause_s, plan.pause_s),
+            (LessonPart.TRANSFER, transfer_s, plan.transfer_s),
+            (LessonPart.PAUSE, pause_s, plan.pause_s),
         ):
             self._more.setdefault((kind, part), deque(maxlen=_LAST)).append(took_s - expected_s)

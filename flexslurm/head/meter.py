@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from flexslurm.control.spread import Spread
 from flexslurm.control.trends import Sample
-from flexslurm.engine.load import Load
+from flexslurm.engine.load import SchedulerLoad
 from flexslurm.errors import RequestError
 from flexslurm.head.observer import Observer, SequenceSummary
 from flexslurm.messages import SequenceRequest
@@ -64,7 +64,7 @@ class Meter:
     # ------------------------------------------------------------------ looking
 
     def look(
-        self, now: float, tokens: int, waiting: int, loads: Mapping[str, Load]
+        self, now: float, tokens: int, waiting: int, loads: Mapping[str, SchedulerLoad]
     ) -> Sample | None:
         """See how things are; gives a sample when an interval has passed.
 
@@ -87,12 +87,14 @@ class Meter:
             self._next_at = now + self._interval_s
         return found
 
-    def _start_from(self, now: float, tokens: int, loads: Mapping[str, Load]) -> None:
+    def _start_from(self, now: float, tokens: int, loads: Mapping[str, SchedulerLoad]) -> None:
         self._begin(now)
         self._tokens = tokens
         self._replica_tokens = {key: load.decode_tokens for key, load in loads.items()}
 
-    def _sample(self, now: float, tokens: int, waiting: int, loads: Mapping[str, Load]) -> Sample:
+    def _sample(
+        self, now: float, tokens: int, waiting: int, loads: Mapping[str, SchedulerLoad]
+    ) -> Sample:
         passed_s = max(now - self._began_at, 1e-9)
         places = sum(load.max_batch for load in loads.values())
         running = sum(load.running for load in loads.values())

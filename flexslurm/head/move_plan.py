@@ -10,9 +10,9 @@ from flexslurm.control.installed import InstalledReplica, ReplicaKey
 from flexslurm.control.phases import Mode, ShiftOrder
 from flexslurm.engine.kv_cache import blocks_for
 from flexslurm.engine.load import RunningKv
-from flexslurm.engine.memory_plan import Verdict
+from flexslurm.engine.memory_plan import MemoryVerdict
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, ShiftPlan, plan_shift
 
@@ -80,7 +80,7 @@ def plan_moves(
     nominal = plan_shift(shards, _facts(shards, ask, running, rates, step_s))
     plan = corrected(nominal)
     mode = Mode.BESIDE
-    if going and plan.memory.verdict is Verdict.STOP:
+    if going and plan.memory.verdict is MemoryVerdict.STOP:
         mode = Mode.PARK if plan.routes.to else Mode.RECOMPUTE
     order = ShiftOrder(
         mode=mode,
@@ -101,8 +101,8 @@ def plan_moves(
 
 def rate_beside(plan: ShiftPlan, rates: LinkRates) -> float:
     """What one source may send beside the serving gear: the slowest link in use bounds it."""
-    used = {flow.link for flow in (*plan.weights, *plan.kv)} & {Link.NODE, Link.NETWORK}
-    return min(rates.rate(link) for link in used or {Link.NETWORK})
+    used = {flow.link for flow in (*plan.weights, *plan.kv)} & {LinkKind.NODE, LinkKind.NETWORK}
+    return min(rates.rate(link) for link in used or {LinkKind.NETWORK})
 
 
 def _facts(

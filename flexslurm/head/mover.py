@@ -28,12 +28,12 @@ from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.routing import LiveKv, Room, route_sequences
 from flexslurm.head.moving import (
     LEGAL,
-    Batch,
     Move,
     MoverPhase,
     MoverSettings,
     NewEnd,
     OldEnd,
+    PullBatch,
     Tickets,
 )
 from flexslurm.head.pulls import Pulls
@@ -79,7 +79,7 @@ class Mover:
             shards, [end.at for end in self.old], [end.at for end in self.new]
         )
         self._moves: dict[str, Move] = {}
-        self._batches: dict[tuple[int, int], Batch] = {}
+        self._batches: dict[tuple[int, int], PullBatch] = {}
         self._goal: dict[str, int] = {}
         """Blocks of each sequence that this round is to bring."""
         self._left_before: int | None = None
@@ -110,7 +110,7 @@ class Mover:
                 return True
         return False
 
-    def _take_in(self, batch: Batch, view: Mapping[str, RunningKv]) -> None:
+    def _take_in(self, batch: PullBatch, view: Mapping[str, RunningKv]) -> None:
         for move, count, tenure in batch.pieces:
             move.in_flight = False
             kv = view.get(move.seq_id)
@@ -309,7 +309,7 @@ class Mover:
             message = msgspec.structs.replace(pull.message, directory=directory)
             self.outbox.append((pull.to, message))
         tickets = set(range(first, first + len(pulls)))
-        self._batches[i, j] = Batch(pieces, tickets, now + self._timeout_s + ANSWER_MARGIN_S)
+        self._batches[i, j] = PullBatch(pieces, tickets, now + self._timeout_s + ANSWER_MARGIN_S)
 
     # ------------------------------------------------------------------ blocks in the new replicas
 

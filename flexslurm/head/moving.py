@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from flexslurm.engine.load import Load, RunningKv
+from flexslurm.engine.load import RunningKv, SchedulerLoad
 from flexslurm.engine.ownership import ReplicaAt
 
 
@@ -54,7 +54,7 @@ class NewDriver(Protocol):
     def closed(self) -> bool: ...
     def reserve(self, seq_id: str, count: int) -> tuple[int, ...] | None: ...
     def release(self, seq_id: str) -> None: ...
-    def load(self) -> Load: ...
+    def load(self) -> SchedulerLoad: ...
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class Batch:
+class PullBatch:
     """Blocks that are pulled together, and the answers that are missing."""
 
     pieces: list[tuple[Move, int, int]]

@@ -29,7 +29,7 @@ from flexslurm.gear import Signature
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.head_files import HeadFiles, read_files
 from flexslurm.head.hook_notices import take_notice
-from flexslurm.head.keeper import Keeper
+from flexslurm.head.keeper import CheckpointWriter
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.measuring import Measuring
 from flexslurm.head.moves import MovePlanner
@@ -96,7 +96,7 @@ class Head:
         )
         place = self.service.executor.checkpoint_dir
         storage = Storage(Path(place), self.service.name) if place is not None else None
-        self.keeper = Keeper(storage, self.incarnation, self.service.model.path)
+        self.keeper = CheckpointWriter(storage, self.incarnation, self.service.model.path)
         self.effects = HeadEffects(
             self.ledger,
             self.journal,

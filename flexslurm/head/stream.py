@@ -1,6 +1,6 @@
 """The events of one API request on their way to its client; never drops, repeats or reorders one.
 
-The ledger holds the `Channel`, the client the `Stream`: a client that goes away without closing its
+The ledger holds the `EventChannel`, the client the `Stream`: a client that goes away without closing its
 stream lets it be collected, and that counts as closing.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from flexslurm.messages import TokenEvent
 
 
-class Channel:
+class EventChannel:
     """Events that the client has not taken yet, and the sequences that may still give some.
 
     Its bound is the number of tokens the sequences may reach, which `max_tokens` limits.
@@ -56,7 +56,7 @@ class Stream:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: EventChannel,
         abort: Callable[[Sequence[str]], None],
         abandoned: deque[str],
     ) -> None:

@@ -9,13 +9,13 @@ import msgspec
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Signature
 from flexslurm.planner.columns import key_worth
-from flexslurm.planner.solver import Choice
+from flexslurm.planner.solver import Solution
 
 PAYS = 0.5
 """More GPUs pay while each brings at least this share of what one brings at best."""
 
 
-class Point(msgspec.Struct, frozen=True):
+class CapacityPoint(msgspec.Struct, frozen=True):
     """The best use of so many GPUs of the pool."""
 
     gpus: int
@@ -28,15 +28,15 @@ class Capacity(msgspec.Struct, frozen=True):
     """The answer: the cheapest allocation, the curve, and where it flattens."""
 
     wanted_tokens_per_s: float
-    cheapest: Point
-    curve: tuple[Point, ...]
+    cheapest: CapacityPoint
+    curve: tuple[CapacityPoint, ...]
     """Allocations that give more than all with fewer GPUs."""
-    stops_paying: Point
+    stops_paying: CapacityPoint
     """Up to here each further GPU brings at least half of what one brings at best."""
 
 
 def capacity(
-    plans: Iterable[tuple[Signature, Choice | None]],
+    plans: Iterable[tuple[Signature, Solution | None]],
     wanted_tokens_per_s: float,
     prices: Mapping[str, float] | None = None,
 ) -> Capacity:
@@ -45,15 +45,15 @@ def capacity(
     Only plans that meet the targets count. Raises CapacityError where no allocation gives enough.
     """
     price = prices or {}
-    points: dict[int, Point] = {}
-    cheapest: Point | None = None
+    points: dict[int, CapacityPoint] = {}
+    cheapest: CapacityPoint | None = None
     for signature, choice in plans:
         if choice is None or not choice.tier.slo:
             continue
         cost = sum(
             shape.gpus * count * price.get(shape.gpu_type, 1.0) for shape, count in signature.counts
         )
-        point = Point(signature.gpus(), cost, key_worth(choice.key), signature)
+        point = CapacityPoint(signature.gpus(), cost, key_worth(choice.key), signature)
         best = points.get(point.gpus)
         if best is None or _better(point, best):
             points[point.gpus] = point
@@ -67,23 +67,23 @@ def capacity(
     return Capacity(wanted_tokens_per_s, cheapest, curve, _knee(curve))
 
 
-def _better(one: Point, other: Point) -> bool:
+def _better(one: CapacityPoint, other: CapacityPoint) -> bool:
     return (one.tokens_per_s, -one.cost) > (other.tokens_per_s, -other.cost)
 
 
-def _cheaper(one: Point, other: Point) -> bool:
+def _cheaper(one: CapacityPoint, other: CapacityPoint) -> bool:
     return (one.cost, one.gpus, -one.tokens_per_s) < (other.cost, other.gpus, -other.tokens_per_s)
 
 
-def _rising(points: Mapping[int, Point]) -> tuple[Point, ...]:
-    curve: list[Point] = []
+def _rising(points: Mapping[int, CapacityPoint]) -> tuple[CapacityPoint, ...]:
+    curve: list[CapacityPoint] = []
     for gpus in sorted(points):
         if not curve or points[gpus].tokens_per_s > curve[-1].tokens_per_s:
             curve.append(points[gpus])
     return tuple(curve)
 
 
-def _knee(curve: tuple[Point, ...]) -> Point:
+def _knee(curve: tuple[CapacityPoint, ...]) -> CapacityPoint:
     """The furthest point up to which the curve rises steeply enough."""
     best = max(point.tokens_per_s / point.gpus for point in curve)
     knee = curve[0]
@@ -94,7 +94,7 @@ def _knee(curve: tuple[Point, ...]) -> Point:
     return knee
 
 
-def _too_little(wanted: float, curve: tuple[Point, ...]) -> str:
+def _too_little(wanted: float, curve: tuple[CapacityPoint, ...]) -> str:
     if not curve:
         return "no allocation of the pool meets the targets"
     most = curve[-1]

@@ -152,7 +152,7 @@ def columns(problem: Problem, found: Multisets, tier: Tier) -> list[Column]:
     return sorted(result, key=lambda c: (-c.key / c.gpus, c.need))
 
 
-class _Index:
+class _RowIndex:
     """Finds rows of counts by a hash of small numbers, and checks what it found."""
 
     def __init__(self, counts: Ints) -> None:
@@ -175,7 +175,7 @@ def irreducible(kinds: Sequence[StageKind], counts: Ints, keys: Ints) -> npt.NDA
     result = np.zeros(len(counts), dtype=bool)
     if len(counts) == 0:
         return result
-    index = _Index(counts)
+    index = _RowIndex(counts)
     best = np.zeros(len(counts), dtype=np.int64)  # of plans within the multiset's groups
     gpus = counts @ np.array([kind.tp for kind in kinds], dtype=np.int64)
     depth = counts.sum(axis=1)
@@ -197,7 +197,7 @@ def irreducible(kinds: Sequence[StageKind], counts: Ints, keys: Ints) -> npt.NDA
 def _best_other(
     kinds: Sequence[StageKind],
     rows: Ints,
-    index: _Index,
+    index: _RowIndex,
     best: Ints,
     parts: Ints,
     part_keys: Ints,

@@ -10,7 +10,7 @@ from flexslurm.planner.columns import Column, key_worth
 from flexslurm.planner.integer import Programme
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, Tier
-from flexslurm.planner.solver import Choice
+from flexslurm.planner.solver import Solution
 from flexslurm.planner.splits import best_split
 
 WITHOUT_TARGETS = Tier(slo=False)
@@ -42,7 +42,7 @@ def explain(planner: Planner, signature: Signature) -> Explained | None:
     )
 
 
-def _summary(gear: Gear, choice: Choice) -> str:
+def _summary(gear: Gear, choice: Solution) -> str:
     e = gear.estimates
     idle = gear.signature.gpus() - gear.gpus
     left = f"; {idle} GPUs have no use" if idle else ""
@@ -108,7 +108,7 @@ def _limit(problem: Problem, column: Column, tier: Tier) -> str:
     return f"a batch of {larger} would miss the TTFT and TPOT targets together"
 
 
-def _runner_up(planner: Planner, signature: Signature, choice: Choice) -> str:
+def _runner_up(planner: Planner, signature: Signature, choice: Solution) -> str:
     """The best plan that does without one of the chosen pipelines."""
     solver = planner.solver(choice.tier)
     shapes = [shape for shape, _ in signature.counts]
@@ -125,7 +125,7 @@ def _runner_up(planner: Planner, signature: Signature, choice: Choice) -> str:
     return f"runner-up, {less:.1%} less: {best[1]}"
 
 
-def _gap(choice: Choice) -> str:
+def _gap(choice: Solution) -> str:
     found = key_worth(choice.key)
     if choice.bound_tokens_per_s <= found:
         return "no plan is better"

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 
 from flexslurm.errors import ModelError
-from flexslurm.planner.model_spec import LayerKind, ModelSpec, Split, Weight, item_bytes
+from flexslurm.planner.model_spec import LayerKind, ModelSpec, TpSplit, Weight, item_bytes
 
 _ABSENT = object()
 
@@ -84,22 +84,22 @@ class _Parts:
         """Embedding and further tables on the first stage; norm and head on the last."""
         table = Weight("embed_tokens", self.vocab, self.hidden, looked_up=True)
         self.first = [table, *first]
-        self.last = [norm, Weight("lm_head", self.vocab, self.hidden, Split.EVEN_COLS)]
+        self.last = [norm, Weight("lm_head", self.vocab, self.hidden, TpSplit.EVEN_COLS)]
 
     def attention(self, bias: bool, out_bias: bool) -> tuple[Weight, ...]:
         q, kv = self.attention_dim, self.kv_heads * self.head_dim
         return (
-            Weight("self_attn.q_proj", q, self.hidden, Split.KV_ROWS, bias),
-            Weight("self_attn.k_proj", kv, self.hidden, Split.KV_ROWS, bias),
-            Weight("self_attn.v_proj", kv, self.hidden, Split.KV_ROWS, bias),
-            Weight("self_attn.o_proj", self.hidden, q, Split.KV_COLS, out_bias),
+            Weight("self_attn.q_proj", q, self.hidden, TpSplit.KV_ROWS, bias),
+            Weight("self_attn.k_proj", kv, self.hidden, TpSplit.KV_ROWS, bias),
+            Weight("self_attn.v_proj", kv, self.hidden, TpSplit.KV_ROWS, bias),
+            Weight("self_attn.o_proj", self.hidden, q, TpSplit.KV_COLS, out_bias),
         )
 
     def gated_mlp(self, inner: int, bias: bool = False, prefix: str = "mlp") -> tuple[Weight, ...]:
         return (
-            Weight(f"{prefix}.gate_proj", inner, self.hidden, Split.EVEN_ROWS, bias),
-            Weight(f"{prefix}.up_proj", inner, self.hidden, Split.EVEN_ROWS, bias),
-            Weight(f"{prefix}.down_proj", self.hidden, inner, Split.EVEN_COLS, bias),
+            Weight(f"{prefix}.gate_proj", inner, self.hidden, TpSplit.EVEN_ROWS, bias),
+            Weight(f"{prefix}.up_proj", inner, self.hidden, TpSplit.EVEN_ROWS, bias),
+            Weight(f"{prefix}.down_proj", self.hidden, inner, TpSplit.EVEN_COLS, bias),
         )
 
     def experts(self, count: int, active: int, inner: int) -> tuple[Weight, ...]:
@@ -200,10 +200,10 @@ def _phi3(config: Config) -> _Parts:
     q, kv = parts.attention_dim, parts.kv_heads * parts.head_dim
     inner = config.whole("intermediate_size")
     parts.same_layers(
-        Weight("self_attn.qkv_proj", q + 2 * kv, parts.hidden, Split.KV_ROWS),
-        Weight("self_attn.o_proj", parts.hidden, q, Split.KV_COLS),
-        Weight("mlp.gate_up_proj", 2 * inner, parts.hidden, Split.EVEN_ROWS),
-        Weight("mlp.down_proj", parts.hidden, inner, Split.EVEN_COLS),
+        Weight("self_attn.qkv_proj", q + 2 * kv, parts.hidden, TpSplit.KV_ROWS),
+        Weight("self_attn.o_proj", parts.hidden, q, TpSplit.KV_COLS),
+        Weight("mlp.gate_up_proj", 2 * inner, parts.hidden, TpSplit.EVEN_ROWS),
+        Weight("mlp.down_proj", parts.hidden, inner, TpSplit.EVEN_COLS),
         *parts.norms(*_RMS),
     )
     parts.ends(*parts.norms("norm"))
@@ -218,14 +218,14 @@ def _opt(config: Config) -> _Parts:
     norms = _opt_norms(config, parts, "self_attn_layer_norm", "final_layer_norm")
     parts.same_layers(
         *parts.attention(bias, bias),
-        Weight("fc1", inner, hidden, Split.KV_ROWS, bias),
-        Weight("fc2", hidden, inner, Split.KV_COLS, bias),
+        Weight("fc1", inner, hidden, TpSplit.KV_ROWS, bias),
+        Weight("fc2", hidden, inner, TpSplit.KV_COLS, bias),
         *norms,
     )
     width = config.whole("word_embed_proj_dim", hidden)
     positions = Weight("embed_positions", parts.max_context + 2, hidden, looked_up=True)
     parts.first = [Weight("embed_tokens", parts.vocab, width, looked_up=True), positions]
-    parts.last = [Weight("lm_head", parts.vocab, width, Split.EVEN_COLS)]
+    parts.last = [Weight("lm_head", parts.vocab, width, TpSplit.EVEN_COLS)]
     if width != hidden:
         parts.first.append(Weight("project_in", hidden, width))
         parts.last.insert(0, Weight("project_out", width, hidden))
@@ -245,10 +245,10 @@ def _gpt_neox(config: Config) -> _Parts:
     bias, hidden = config.flag("attention_bias", True), parts.hidden
     inner = config.whole("intermediate_size")
     parts.same_layers(
-        Weight("attention.query_key_value", 3 * hidden, hidden, Split.KV_ROWS, bias),
-        Weight("attention.dense", hidden, hidden, Split.KV_COLS, bias),
-        Weight("mlp.dense_h_to_4h", inner, hidden, Split.EVEN_ROWS, True),
-        Weight("mlp.dense_4h_to_h", hidden, inner, Split.EVEN_COLS, True),
+        Weight("attention.query_key_value", 3 * hidden, hidden, TpSplit.KV_ROWS, bias),
+        Weight("attention.dense", hidden, hidden, TpSplit.KV_COLS, bias),
+        Weight("mlp.dense_h_to_4h", inner, hidden, TpSplit.EVEN_ROWS, True),
+        Weight("mlp.dense_4h_to_h", hidden, inner, TpSplit.EVEN_COLS, True),
         *parts.layer_norms(*_RMS),
     )
     parts.ends(*parts.layer_norms("final_layer_norm"))
@@ -309,16 +309,16 @@ def _deepseek(config: Config) -> _Parts:
         query: tuple[Weight, ...] = (
             Weight("self_attn.q_a_proj", low, hidden),
             Weight("self_attn.q_a_layernorm", low, 1),
-            Weight("self_attn.q_b_proj", heads * (nope + rope), low, Split.KV_ROWS),
+            Weight("self_attn.q_b_proj", heads * (nope + rope), low, TpSplit.KV_ROWS),
         )
     else:
-        query = (Weight("self_attn.q_proj", heads * (nope + rope), hidden, Split.KV_ROWS),)
+        query = (Weight("self_attn.q_proj", heads * (nope + rope), hidden, TpSplit.KV_ROWS),)
     attention = (
         *query,
         Weight("self_attn.kv_a_proj_with_mqa", rank + rope, hidden),
         Weight("self_attn.kv_a_layernorm", rank, 1),
-        Weight("self_attn.kv_b_proj", heads * (nope + value), rank, Split.KV_ROWS),
-        Weight("self_attn.o_proj", hidden, heads * value, Split.KV_COLS),
+        Weight("self_attn.kv_b_proj", heads * (nope + value), rank, TpSplit.KV_ROWS),
+        Weight("self_attn.o_proj", hidden, heads * value, TpSplit.KV_COLS),
         *parts.norms(*_RMS),
     )
     inner, routed = config.whole("moe_intermediate_size"), config.whole("n_routed_experts")

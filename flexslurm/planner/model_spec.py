@@ -29,7 +29,7 @@ GRAIN = 64
 """What is not cut by heads is cut at multiples of this, which the GPUs' matrix units want."""
 
 
-class Split(StrEnum):
+class TpSplit(StrEnum):
     """How tensor parallelism cuts a weight; KV means in proportion to the rank's KV heads."""
 
     WHOLE = "whole"
@@ -45,7 +45,7 @@ class Weight(msgspec.Struct, frozen=True):
     name: str
     rows: int
     cols: int
-    split: Split = Split.WHOLE
+    split: TpSplit = TpSplit.WHOLE
     bias: bool = False
     """A bias of `rows` numbers; cut with the rows, whole where the columns are cut."""
     copies: int = 1
@@ -67,13 +67,13 @@ class Weight(msgspec.Struct, frozen=True):
     def shard(self, kv_heads: int, tp: int, tp_rank: int) -> tuple[int, int]:
         """Rows and columns that one rank holds."""
         match self.split:
-            case Split.KV_ROWS:
+            case TpSplit.KV_ROWS:
                 return kv_shard(self.rows, kv_heads, tp)[tp_rank], self.cols
-            case Split.KV_COLS:
+            case TpSplit.KV_COLS:
                 return self.rows, kv_shard(self.cols, kv_heads, tp)[tp_rank]
-            case Split.EVEN_ROWS:
+            case TpSplit.EVEN_ROWS:
                 return grained_shard(self.rows, tp)[tp_rank], self.cols
-            case Split.EVEN_COLS:
+            case TpSplit.EVEN_COLS:
                 return self.rows, grained_shard(self.cols, tp)[tp_rank]
             case _:
                 return self.rows, self.cols

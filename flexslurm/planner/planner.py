@@ -17,7 +17,7 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.objectives import SAFETY, fewest_gpus
 from flexslurm.planner.problem import Problem, StageKind, Tier
 from flexslurm.planner.profiles import Profile
-from flexslurm.planner.solver import Choice, Solver
+from flexslurm.planner.solver import Solution, Solver
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Objective, Slo
 
@@ -54,13 +54,13 @@ class Planner:
         """The best gear of a signature within the pool."""
         return self.gear_of(signature, self.choose(signature))
 
-    def gear_of(self, signature: Signature, choice: Choice | None) -> Gear | NoGear:
+    def gear_of(self, signature: Signature, choice: Solution | None) -> Gear | NoGear:
         """The gear of a plan; without one, why there is none."""
         if choice is None:
             return no_gear(self.problem, signature)
         return self.builder.gear(signature, choice.plan, choice.tier, choice.reason)
 
-    def choose(self, signature: Signature) -> Choice | None:
+    def choose(self, signature: Signature) -> Solution | None:
         """The best plan of a signature, or None where the model does not fit."""
         for tier in TIERS:
             choice = self.solver(tier).choose(signature)
@@ -68,7 +68,7 @@ class Planner:
                 return self.adapt(choice, signature)
         return None
 
-    def adapt(self, best: Choice, signature: Signature) -> Choice:
+    def adapt(self, best: Solution, signature: Signature) -> Solution:
         """From the plan with most tokens per second to the one for the goal's objective."""
         goal = self.problem.goal
         best = msgspec.structs.replace(best, reason=TIERS[best.tier])
@@ -84,15 +84,15 @@ class Planner:
             return self._fewest(best, signature, wanted)
         return self._quickest(best, signature, wanted)
 
-    def _fewest(self, best: Choice, signature: Signature, wanted: float) -> Choice:
+    def _fewest(self, best: Solution, signature: Signature, wanted: float) -> Solution:
         solver = self.solver(best.tier)
         plan = fewest_gpus(solver.programme, signature, wanted)
         if not plan:
             return best
         key = sum(column.key * times for column, times in plan.items())
-        return Choice(best.tier, plan, key, key_worth(key), "fewest GPUs that keep up")
+        return Solution(best.tier, plan, key, key_worth(key), "fewest GPUs that keep up")
 
-    def _quickest(self, best: Choice, signature: Signature, wanted: float) -> Choice:
+    def _quickest(self, best: Solution, signature: Signature, wanted: float) -> Solution:
         """Lower the TPOT target as far as the rate, or any pipeline, can still be had."""
         low, found = 0.0, best
         high = self._tpot_s(found)
@@ -110,7 +110,7 @@ class Planner:
             found, bound_tokens_per_s=key_worth(found.key), reason="lowest time per token"
         )
 
-    def _within(self, tpot_s: float, tier: Tier, signature: Signature) -> Choice:
+    def _within(self, tpot_s: float, tier: Tier, signature: Signature) -> Solution:
         """The plan with most tokens per second under this TPOT target."""
         goal = self.problem.goal
         slo = msgspec.structs.replace(goal.slo, tpot_s=tpot_s)
@@ -119,7 +119,7 @@ class Planner:
         problem = self.problem.with_goal(msgspec.structs.replace(goal, slo=slo))
         return Solver(problem, signature, Tier(context=tier.context)).choose(signature)
 
-    def _tpot_s(self, choice: Choice) -> float:
+    def _tpot_s(self, choice: Solution) -> float:
         """The slowest pipeline's."""
         return max(self.builder.pipeline(c, choice.tier).tpot_s for c in choice.plan)
 

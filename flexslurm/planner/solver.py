@@ -37,7 +37,7 @@ GAP = 0.004
 """Plans that are not exact are proved to be within this share of the best."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Solution(msgspec.Struct, frozen=True):
     """A plan and how it was found."""
 
     tier: Tier
@@ -91,10 +91,10 @@ class Solver:
 
     # ------------------------------------------------------------------------------- choosing
 
-    def choose(self, signature: Signature) -> Choice:
+    def choose(self, signature: Signature) -> Solution:
         """The best plan; pipelines that are missing are generated."""
         if not signature.counts:
-            return Choice(self.tier, {}, 0, 0.0)
+            return Solution(self.tier, {}, 0, 0.0)
         if self.complete and self.lattice is not None:
             return self._of_lattice(self.lattice, signature)
         choice = self.solve(signature)
@@ -104,28 +104,28 @@ class Solver:
         choice = self.solve(signature)
         return choice if _near(choice) else self._close(signature, choice)
 
-    def chosen_in_table(self, signature: Signature) -> Choice | None:
+    def chosen_in_table(self, signature: Signature) -> Solution | None:
         """The best plan of the pipelines known, if that takes no solving; after `prepare`."""
         if self.lattice is None:
             return None
         return self._of_lattice(self.lattice, signature)
 
-    def solve(self, signature: Signature) -> Choice:
+    def solve(self, signature: Signature) -> Solution:
         """The best plan of the pipelines known, by HiGHS."""
         known = self._knows(signature)
         solved = self.programme.solve(signature, 0.0 if known else GAP / 4)
         bound = solved.bound_tokens_per_s if known else self.bound(signature)
-        return Choice(self.tier, solved.plan, solved.key, max(bound, key_worth(solved.key)))
+        return Solution(self.tier, solved.plan, solved.key, max(bound, key_worth(solved.key)))
 
     def bound(self, signature: Signature) -> float:
         """No plan of the signature is worth more, as far as prices have proved it."""
         return min((bound.of(signature) for bound in self._bounds), default=float("inf"))
 
-    def _of_lattice(self, lattice: Lattice, signature: Signature) -> Choice:
+    def _of_lattice(self, lattice: Lattice, signature: Signature) -> Solution:
         plan, key = dict(lattice.plan(signature)), lattice.key(signature)
         found = key_worth(key)
         bound = found if self._knows(signature) else max(found, self.bound(signature))
-        return Choice(self.tier, plan, key, bound)
+        return Solution(self.tier, plan, key, bound)
 
     def _knows(self, signature: Signature) -> bool:
         """Whether all pipelines are known that the signature has GPUs for."""
@@ -152,7 +152,7 @@ class Solver:
         self._bounds.append(bound)
         self._add(found)
 
-    def _close(self, signature: Signature, choice: Choice) -> Choice:
+    def _close(self, signature: Signature, choice: Solution) -> Solution:
         """Close a gap by knowing all pipelines that a better plan could use, if that can be."""
         own = multisets(
             self.problem, signature, self.depth, most_multisets(self.problem, signature)
@@ -170,7 +170,7 @@ class Solver:
         solved = self.programme.solve(signature, 0.0)
         if solved.key < choice.key:
             return choice
-        return Choice(self.tier, solved.plan, solved.key, solved.bound_tokens_per_s)
+        return Solution(self.tier, solved.plan, solved.key, solved.bound_tokens_per_s)
 
     def _list(self, found: Multisets) -> None:
         self._listed = max(self._listed, found.depth)
@@ -182,7 +182,7 @@ class Solver:
             self.__dict__.pop(stale, None)
 
 
-def _near(choice: Choice) -> bool:
+def _near(choice: Solution) -> bool:
     return key_worth(choice.key) >= choice.bound_tokens_per_s * (1 - GAP)
 
 

@@ -29,14 +29,14 @@ class PlannedStage(msgspec.Struct, frozen=True):
     kv_blocks: int
 
 
-class Split(msgspec.Struct, frozen=True):
+class LayerSplit(msgspec.Struct, frozen=True):
     """Stages in layer order, and the slowest one's step."""
 
     stages: tuple[PlannedStage, ...]
     slowest_s: float
 
 
-def best_split(problem: Problem, need: Need, batch: int, tier: Tier) -> Split | None:
+def best_split(problem: Problem, need: Need, batch: int, tier: Tier) -> LayerSplit | None:
     """The split with the fastest slowest stage at this batch, or None where none fits."""
     return _SplitSearch(problem, need, batch, tier).run()
 
@@ -57,7 +57,7 @@ class _SplitSearch:
                 self.allowed[index] &= problem.full_times(kind, slots) <= bound
         self.bound = problem.slowest_for_tpot(self.depth, tier)
 
-    def run(self) -> Split | None:
+    def run(self) -> LayerSplit | None:
         if self.depth > self.layers:
             return None
         for index, time in enumerate(self.times):
@@ -70,7 +70,7 @@ class _SplitSearch:
         assert room is not None
         stages = self._stages(self._roomier(room))
         assert stages is not None
-        return Split(stages, slowest)
+        return LayerSplit(stages, slowest)
 
     def _faster(self, bound: float) -> Masks:
         return [a & (time <= bound) for time, a in zip(self.times, self.allowed, strict=True)]

@@ -49,7 +49,7 @@ class ShiftCost(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class TableEntry(msgspec.Struct, frozen=True, array_like=True):
     """The plan of one signature; without pipelines there is none."""
 
     plan: tuple[tuple[int, int], ...]
@@ -114,14 +114,14 @@ class GearTable:
                 self.header.pool.counts, strides(self.header.pool), strict=True
             )
         }
-        self._decode = msgspec.msgpack.Decoder(Entry).decode
+        self._decode = msgspec.msgpack.Decoder(TableEntry).decode
 
     def __len__(self) -> int:
         return len(self._keys)
 
     # ------------------------------------------------------------------------------- looking up
 
-    def find(self, signature: Signature) -> Entry | None:
+    def find(self, signature: Signature) -> TableEntry | None:
         """The entry of a signature; None where the table has none."""
         key = 0
         for shape, count in signature.counts:
@@ -175,11 +175,11 @@ class GearTable:
             ]
             yield Signature(tuple((shape, count) for shape, count in counts if count))
 
-    def tokens_per_s(self, entry: Entry) -> float:
+    def tokens_per_s(self, entry: TableEntry) -> float:
         pipelines = self.header.pipelines
         return sum(pipelines[index].tokens_per_s * times for index, times in entry.plan)
 
-    def _entry(self, at: int) -> Entry:
+    def _entry(self, at: int) -> TableEntry:
         return self._decode(self._entries[self._offsets[at] : self._offsets[at + 1]])
 
     def _stand_in(self, signature: Signature) -> Signature:
@@ -196,7 +196,7 @@ class GearTable:
 
     # ---------------------------------------------------------------------------------- gears
 
-    def expand(self, signature: Signature, entry: Entry) -> Gear | NoGear:
+    def expand(self, signature: Signature, entry: TableEntry) -> Gear | NoGear:
         """The gear that an entry stands for."""
         header = self.header
         reason = header.reasons[entry.reason]
@@ -256,7 +256,7 @@ def key_of(pool: Signature, signature: Signature) -> int:
     return sum(step[shape] * count for shape, count in signature.counts)
 
 
-def encode(header: Header, entries: Mapping[Signature, Entry]) -> bytes:
+def encode(header: Header, entries: Mapping[Signature, TableEntry]) -> bytes:
     """The table as bytes; the same whatever the order of `entries`."""
     encoder = msgspec.msgpack.Encoder()
     by_key = sorted((key_of(header.pool, sig), entry) for sig, entry in entries.items())

@@ -23,8 +23,8 @@ from flexslurm.planner.packing import seat
 from flexslurm.planner.planner import TIERS, Planner
 from flexslurm.planner.problem import Ints, Tier
 from flexslurm.planner.shifts import ShiftCosts
-from flexslurm.planner.solver import Choice
-from flexslurm.planner.table import Entry, Header, TablePipeline, encode
+from flexslurm.planner.solver import Solution
+from flexslurm.planner.table import Header, TableEntry, TablePipeline, encode
 
 MOST_ENTRIES = 1_000_000
 TABLE_GAP = 0.005
@@ -38,26 +38,26 @@ Progress = Callable[[int, int], None]
 """Called with how many entries are done, of how many."""
 
 
-class Pilots(msgspec.Struct, frozen=True):
+class PilotKind(msgspec.Struct, frozen=True):
     """Pilots of one kind: what one holds, and how many there may be."""
 
     nodes: Signature
     count: int
 
 
-def pilots_of(pool: Signature) -> tuple[Pilots, ...]:
+def pilots_of(pool: Signature) -> tuple[PilotKind, ...]:
     """Every node a pilot of its own."""
-    return tuple(Pilots(Signature(((shape, 1),)), count) for shape, count in pool.counts)
+    return tuple(PilotKind(Signature(((shape, 1),)), count) for shape, count in pool.counts)
 
 
-def allocations(pilots: Sequence[Pilots]) -> Iterator[tuple[int, ...]]:
+def allocations(pilots: Sequence[PilotKind]) -> Iterator[tuple[int, ...]]:
     """How many pilots of each kind there may be, few GPUs first."""
     weights = [p.nodes.gpus() for p in pilots]
     every = itertools.product(*(range(p.count + 1) for p in pilots))
     yield from sorted(every, key=lambda u: (sum(w * n for w, n in zip(weights, u, strict=True)), u))
 
 
-def signature_of(pilots: Sequence[Pilots], counts: Sequence[int]) -> Signature:
+def signature_of(pilots: Sequence[PilotKind], counts: Sequence[int]) -> Signature:
     total: Counter[Shape] = Counter()
     for pilot, times in zip(pilots, counts, strict=True):
         for shape, count in pilot.nodes.counts:
@@ -66,8 +66,8 @@ def signature_of(pilots: Sequence[Pilots], counts: Sequence[int]) -> Signature:
 
 
 def plans(
-    planner: Planner, pilots: Sequence[Pilots], progress: Progress = lambda done, total: None
-) -> Iterator[tuple[Signature, Choice | None]]:
+    planner: Planner, pilots: Sequence[PilotKind], progress: Progress = lambda done, total: None
+) -> Iterator[tuple[Signature, Solution | None]]:
     """The plan of every allocation of these pilots, which the planner's pool must cover.
 
     Raises ConfigError where there are too many.
@@ -89,7 +89,7 @@ def plans(
 
 
 def make_table(
-    planner: Planner, pilots: Sequence[Pilots], progress: Progress = lambda done, total: None
+    planner: Planner, pilots: Sequence[PilotKind], progress: Progress = lambda done, total: None
 ) -> bytes:
     """The table of all allocations of these pilots."""
     filler = _Filler(planner, signature_of(pilots, [p.count for p in pilots]))
@@ -101,18 +101,18 @@ def make_table(
 class _Filler:
     def __init__(self, planner: Planner, pool: Signature) -> None:
         self.planner, self.pool = planner, pool
-        self.entries: dict[Signature, Entry] = {}
+        self.entries: dict[Signature, TableEntry] = {}
         self.pipelines: dict[tuple[Column, Tier], int] = {}
         self.reasons: dict[str, int] = {}
         self.shifts = ShiftCosts(planner.problem, pool)
         self._smallest: tuple[int, int, Counts] | None = None
 
-    def add(self, signature: Signature, choice: Choice | None) -> None:
+    def add(self, signature: Signature, choice: Solution | None) -> None:
         if signature in self.entries:
             return  # two kinds of pilots can hold the same
         if choice is None:
             missing = no_gear(self.planner.problem, signature)
-            self.entries[signature] = Entry(
+            self.entries[signature] = TableEntry(
                 (), (), self._reason(missing.reason), 0.0, missing.short_bytes
             )
             return
@@ -122,7 +122,7 @@ class _Filler:
         if self._smallest is None or rank < self._smallest:
             self._smallest = rank
 
-    def _entry(self, signature: Signature, choice: Choice) -> Entry:
+    def _entry(self, signature: Signature, choice: Solution) -> TableEntry:
         ordered = sorted(choice.plan, key=lambda c: (-c.tokens_per_s, c.need))
         plan = tuple((self._pipeline(c, choice.tier), choice.plan[c]) for c in ordered)
         stages = [
@@ -130,7 +130,7 @@ class _Filler:
             for c in ordered
             for _ in range(choice.plan[c])
         ]
-        return Entry(
+        return TableEntry(
             plan=plan,
             seats=tuple(itertools.chain.from_iterable(seat(signature, stages))),
             reason=self._reason(choice.reason),
@@ -192,17 +192,17 @@ class _Filler:
 class _Composer:
     """Plans of one tier for allocations asked for in order of size."""
 
-    def __init__(self, planner: Planner, pilots: Sequence[Pilots], tier: Tier) -> None:
+    def __init__(self, planner: Planner, pilots: Sequence[PilotKind], tier: Tier) -> None:
         self.planner, self.tier = planner, tier
         self.dims = [p.count + 1 for p in pilots]
-        self.plans: dict[int, Choice] = {}
+        self.plans: dict[int, Solution] = {}
         self._strides = np.array(
             [int(np.prod(self.dims[i + 1 :], dtype=np.int64)) for i in range(len(self.dims))]
         )
         self._keys = np.zeros(int(np.prod(self.dims, dtype=np.int64)), dtype=np.int64)
         self._parts = np.zeros((0, len(self.dims)), dtype=np.int64)
 
-    def choose(self, counts: tuple[int, ...], signature: Signature) -> Choice:
+    def choose(self, counts: tuple[int, ...], signature: Signature) -> Solution:
         solver = self.planner.solver(self.tier)
         if not self.plans:
             solver.prepare()
@@ -223,7 +223,7 @@ class _Composer:
         self.plans[at], self._keys[at] = composed, composed.key
         return composed
 
-    def _compose(self, counts: Ints, signature: Signature) -> Choice | None:
+    def _compose(self, counts: Ints, signature: Signature) -> Solution | None:
         """The best sum of a solved plan and the plan of what it leaves."""
         fitting = self._parts[(self._parts <= counts).all(axis=1)]
         if len(fitting) == 0:
@@ -235,4 +235,4 @@ class _Composer:
         if other is not None:
             plan.update(other.plan)
         key = int(self._keys[rest[best]] + self._keys[part[best]])
-        return Choice(self.tier, dict(plan), key, self.planner.solver(self.tier).bound(signature))
+        return Solution(self.tier, dict(plan), key, self.planner.solver(self.tier).bound(signature))

@@ -48,7 +48,7 @@ class Slo(msgspec.Struct, frozen=True):
         return cls(service.slo.ttft, service.slo.tpot)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class EngineLimits(msgspec.Struct, frozen=True):
     """The engine's settings that bound a gear."""
 
     block_tokens: int = 256
@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
     memory_fraction: float = 0.9
 
     @classmethod
-    def from_service(cls, service: Service) -> Limits:
+    def from_service(cls, service: Service) -> EngineLimits:
         serving = service.serving
         return cls(
             block_tokens=serving.block_tokens,
@@ -91,13 +91,15 @@ class Goal(msgspec.Struct, frozen=True):
 
     workload: Workload = Workload()
     slo: Slo = Slo()
-    limits: Limits = Limits()
+    limits: EngineLimits = EngineLimits()
     objective: Objective = Objective.THROUGHPUT
 
     @classmethod
     def from_service(cls, service: Service) -> Goal:
         return cls(
-            Workload.from_service(service), Slo.from_service(service), Limits.from_service(service)
+            Workload.from_service(service),
+            Slo.from_service(service),
+            EngineLimits.from_service(service),
         )
 
 

@@ -2,7 +2,7 @@
 
 Pairs are measured one after another, so that they do not share a link: two ranks send a message to
 and fro, half of the median round counts, and the others sleep. Rank 0 writes one JSON value a line
-to standard output: what is under way, and at the end an `Answer`.
+to standard output: what is under way, and at the end an `ProbeResult`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Timing(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     """What the ranks found."""
 
     library: str = ""
@@ -136,13 +136,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        _say(Answer(error=f"mpi4py cannot be used on {node_name()}: {error}", hint=MPI_HINT))
+        _say(ProbeResult(error=f"mpi4py cannot be used on {node_name()}: {error}", hint=MPI_HINT))
         return 1
     comm = MPI.COMM_WORLD
     library = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()[:4])
     if comm.size != options.ranks:
         if int(os.environ.get("SLURM_PROCID", "0")) == 0:
-            _say(Answer(library, comm.size, error=alone_hint(options.ranks), hint=LAUNCHER_HINT))
+            _say(
+                ProbeResult(library, comm.size, error=alone_hint(options.ranks), hint=LAUNCHER_HINT)
+            )
         # Not an exit status: the launcher would kill the other ranks in the middle of MPI's own
         # end, and what MPI keeps in shared memory would stay. The answer carries the error.
         return 0
@@ -151,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         names = [f"{name}/{rank}" for rank, name in enumerate(names)]
     timings = probe(comm, names, options.pairs)
     if comm.rank == 0:
-        _say(Answer(library, comm.size, tuple(timings)))
+        _say(ProbeResult(library, comm.size, tuple(timings)))
     return 0
 
 

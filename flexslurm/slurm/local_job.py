@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _AGAIN_S = 1.0
 
 
-class Keeper:
+class LocalJob:
     """One job from its start to its end, requeues included."""
 
     def __init__(self, directory: Path) -> None:
@@ -170,7 +170,7 @@ class Keeper:
 def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    keeper = Keeper(Path(argv[1]))
+    keeper = LocalJob(Path(argv[1]))
     try:
         keeper.run()
     except Exception as error:  # noqa: BLE001 - the process's main loop: it says why, and ends

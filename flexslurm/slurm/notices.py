@@ -53,7 +53,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class PilotLost:
     """The pilot's GPUs are lost now."""
 
     fragment: str
@@ -67,7 +67,7 @@ class LookNow:
     reason: str
 
 
-Notice = Leaving | Gone | LookNow
+Notice = Leaving | PilotLost | LookNow
 
 
 def meaning(ask: NotifyAsk, pilots: Sequence[PilotAt]) -> list[Notice]:
@@ -89,7 +89,7 @@ def meaning(ask: NotifyAsk, pilots: Sequence[PilotAt]) -> list[Notice]:
             return [Leaving(p.fragment, ask.source, _deadline_s(ask, p)) for p in ours]
         case HookEvent.JOB_END | HookEvent.NODE_DOWN:
             detail = f": {ask.reason}" if ask.reason else ""
-            return [Gone(p.fragment, f"{about}{detail}") for p in ours]
+            return [PilotLost(p.fragment, f"{about}{detail}") for p in ours]
         case HookEvent.JOB_START | HookEvent.NODE_DRAIN | HookEvent.NODE_UP:
             return [LookNow(about)]
 

@@ -23,7 +23,7 @@ import msgspec
 from flexslurm.config.site import Partition, Site
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, SlurmError
 from flexslurm.slurm.client import SlurmClient
-from flexslurm.slurm.link_probe import MPI_HINT, Answer
+from flexslurm.slurm.link_probe import MPI_HINT, ProbeResult
 from flexslurm.slurm.times import format_duration
 
 Say = Callable[[str], None]
@@ -46,7 +46,7 @@ class ProbeOptions:
 
 def on_slurm(
     site: Site, options: ProbeOptions, say: Say, environ: Mapping[str, str] = os.environ
-) -> Answer:
+) -> ProbeResult:
     """Measure between nodes of Slurm, one rank each.
 
     Raises EnvironmentFault (no MPI), SlurmError, DeadlineExceeded.
@@ -63,7 +63,7 @@ def on_slurm(
     return _answer(argv, client.env | site.env, options.timeout_s, say)
 
 
-def on_this_machine(site: Site | None, options: ProbeOptions, say: Say) -> Answer:
+def on_this_machine(site: Site | None, options: ProbeOptions, say: Say) -> ProbeResult:
     """Measure between processes of this machine, by mpiexec."""
     library_name()
     found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -151,7 +151,7 @@ def _command(site: Site | None, options: ProbeOptions) -> list[str]:
 # ------------------------------------------------------------------------------------- running
 
 
-def _answer(argv: Sequence[str], env: Mapping[str, str], timeout_s: float, say: Say) -> Answer:
+def _answer(argv: Sequence[str], env: Mapping[str, str], timeout_s: float, say: Say) -> ProbeResult:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         code = _run(argv, env, timeout_s, out, err, say)
         out.seek(0)
@@ -219,8 +219,8 @@ def _tell(out: IO[bytes], told: int, say: Say) -> int:
     return told + len(whole) + len(newline)
 
 
-def _read(line: str) -> Answer | None:
+def _read(line: str) -> ProbeResult | None:
     try:
-        return msgspec.json.decode(line.encode(), type=Answer)
+        return msgspec.json.decode(line.encode(), type=ProbeResult)
     except msgspec.DecodeError:
         return None

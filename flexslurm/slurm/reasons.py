@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class PendingVerdict(StrEnum):
     """What a reason means for whoever waits for the job."""
 
     WAITS = "waits"
@@ -32,7 +32,7 @@ class Reason:
 
     words: str
     todo: str = ""
-    verdict: Verdict = Verdict.UNKNOWN
+    verdict: PendingVerdict = PendingVerdict.UNKNOWN
 
     @property
     def sentence(self) -> str:
@@ -123,11 +123,13 @@ _ENDED: dict[str, str] = {
 
 
 def _table() -> dict[str, Reason]:
-    found = {name: Reason(words, "", Verdict.WAITS) for name, words in _WAITS.items()}
-    found |= {name: Reason(words, _SHUT, Verdict.WAITS) for name, words in _SHUT_WORDS.items()}
-    for table, verdict in ((_NEVER, Verdict.NEVER), (_HELD, Verdict.HELD)):
+    found = {name: Reason(words, "", PendingVerdict.WAITS) for name, words in _WAITS.items()}
+    found |= {
+        name: Reason(words, _SHUT, PendingVerdict.WAITS) for name, words in _SHUT_WORDS.items()
+    }
+    for table, verdict in ((_NEVER, PendingVerdict.NEVER), (_HELD, PendingVerdict.HELD)):
         found |= {name: Reason(words, todo, verdict) for name, (words, todo) in table.items()}
-    return found | {name: Reason(words, "", Verdict.ENDED) for name, words in _ENDED.items()}
+    return found | {name: Reason(words, "", PendingVerdict.ENDED) for name, words in _ENDED.items()}
 
 
 _REASONS = _table()
@@ -173,7 +175,7 @@ def explain(reason: str) -> Reason:
     if code.startswith(("Nodes_required_for_job_are_DOWN", "Nodes required for job are DOWN")):
         return _REASONS["NodesDown"]
     if code.lower().startswith(("jobheld", "launch_failed_requeued_held")):
-        return Reason(code, _RELEASE, Verdict.HELD)
+        return Reason(code, _RELEASE, PendingVerdict.HELD)
     return _limit(code) or Reason(code)
 
 
@@ -185,20 +187,20 @@ def _limit(code: str) -> Reason | None:
     what = _WHAT.get(match["what"]) if match is not None else None
     if match is None or what is None:
         return Reason(f"a limit of the account, user or QOS is reached ({code})", "",
-                      Verdict.WAITS)  # fmt: skip
+                      PendingVerdict.WAITS)  # fmt: skip
     owner = "the QOS" if match["owner"] == "QOS" else "the account"
     if match["minutes"]:
         what = f"minutes of {what}" + (" in use" if match["time"] else "")
     if match["kind"] == "Min":
         words = f"asks for less than the least {what} that {owner} allows"
-        return Reason(f"{words} ({code})", "ask for more in 'pool'", Verdict.NEVER)
+        return Reason(f"{words} ({code})", "ask for more in 'pool'", PendingVerdict.NEVER)
     whose = _WHO.get(match["who"] or "", "everybody in it" if match["kind"] == "Grp" else "a user")
     words = f"a limit of {owner} is reached: {what} of {whose} ({code})"
     if match["who"] in ("PerJob", "PerNode") or "Wall" in (match["what"]):
         never = match["kind"] != "Grp"
         todo = "ask for less in 'pool'" if never else ""
-        return Reason(words, todo, Verdict.NEVER if never else Verdict.WAITS)
-    return Reason(words, "", Verdict.WAITS)
+        return Reason(words, todo, PendingVerdict.NEVER if never else PendingVerdict.WAITS)
+    return Reason(words, "", PendingVerdict.WAITS)
 
 
 def reason_in_words(reason: str) -> str:
@@ -208,14 +210,14 @@ def reason_in_words(reason: str) -> str:
 
 def is_held(reason: str) -> bool:
     """Whether nothing will happen until somebody releases the job."""
-    return explain(reason).verdict is Verdict.HELD
+    return explain(reason).verdict is PendingVerdict.HELD
 
 
 # ------------------------------------------------------------------------------ submissions
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Denial:
     """Why sbatch said no."""
 
     words: str
@@ -229,56 +231,56 @@ class Refusal:
 
 
 _FILE = "correct it in the site file"
-_REFUSALS: tuple[tuple[str, Refusal], ...] = (
-    ("invalid account or account/partition", Refusal(
+_REFUSALS: tuple[tuple[str, Denial], ...] = (
+    ("invalid account or account/partition", Denial(
         "the account is not valid in this partition", f"partitions.*.account: {_FILE}")),
-    ("account not permitted", Refusal("the account may not use the partition",
+    ("account not permitted", Denial("the account may not use the partition",
         f"partitions.*.account: {_FILE}")),
-    ("invalid partition", Refusal("Slurm has no such partition", "see sinfo")),
-    ("invalid qos", Refusal("the QOS is not valid", f"partitions.*.qos: {_FILE}")),
-    ("qos not permitted", Refusal("the QOS may not use the partition",
+    ("invalid partition", Denial("Slurm has no such partition", "see sinfo")),
+    ("invalid qos", Denial("the QOS is not valid", f"partitions.*.qos: {_FILE}")),
+    ("qos not permitted", Denial("the QOS may not use the partition",
         f"partitions.*.qos: {_FILE}")),
-    ("group not permitted", Refusal("the user's group may not use the partition",
+    ("group not permitted", Denial("the user's group may not use the partition",
         "ask an administrator, or use another one")),
-    ("access/permission denied", Refusal("Slurm denies it", "ask an administrator")),
-    ("user id", Refusal("Slurm does not know this user", "ask an administrator")),
-    ("invalid generic resource", Refusal("no such GPUs are configured in Slurm",
+    ("access/permission denied", Denial("Slurm denies it", "ask an administrator")),
+    ("user id", Denial("Slurm does not know this user", "ask an administrator")),
+    ("invalid generic resource", Denial("no such GPUs are configured in Slurm",
         "gpu_types.*.slurm_type: see scontrol show node")),
-    ("node configuration is not available", Refusal("no node has what is asked for",
+    ("node configuration is not available", Denial("no node has what is asked for",
         "fewer gpus or cpus_per_gpu, or another partition")),
-    ("node configuration not available", Refusal("no node has what is asked for",
+    ("node configuration not available", Denial("no node has what is asked for",
         "fewer gpus or cpus_per_gpu, or another partition")),
-    ("node count specification", Refusal("the number of nodes is not possible there",
+    ("node count specification", Denial("the number of nodes is not possible there",
         "fewer nodes in 'pool'")),
-    ("memory required by task", Refusal("no node has that much memory", "look at sbatch_args")),
-    ("more processors requested", Refusal("more CPUs than a job may have",
+    ("memory required by task", Denial("no node has that much memory", "look at sbatch_args")),
+    ("more processors requested", Denial("more CPUs than a job may have",
         "fewer gpus or cpus_per_gpu")),
-    ("time limit is invalid", Refusal("the walltime is more than is allowed",
+    ("time limit is invalid", Denial("the walltime is more than is allowed",
         "a shorter 'walltime' in 'pool'")),
-    ("accounting/qos policy", Refusal("a limit of the account or QOS is reached",
+    ("accounting/qos policy", Denial("a limit of the account or QOS is reached",
         "fewer pilots or a shorter 'walltime'; see sacctmgr show assoc", lasting=False)),
-    ("max submit", Refusal("too many jobs of this user are submitted", lasting=False)),
-    ("partition not available", Refusal("the partition is inactive or drained", lasting=False)),
-    ("reservation is invalid", Refusal("the reservation is not valid", "look at sbatch_args")),
-    ("feature specification", Refusal("no node has that feature",
+    ("max submit", Denial("too many jobs of this user are submitted", lasting=False)),
+    ("partition not available", Denial("the partition is inactive or drained", lasting=False)),
+    ("reservation is invalid", Denial("the reservation is not valid", "look at sbatch_args")),
+    ("feature specification", Denial("no node has that feature",
         f"partitions.*.constraint: {_FILE}")),
-    ("dependency problem", Refusal("the dependency is not possible", "look at sbatch_args")),
-    ("temporarily unable to accept", Refusal("Slurm takes no more jobs now", lasting=False)),
-    ("i/o error writing script", Refusal("slurmctld cannot write the script down",
+    ("dependency problem", Denial("the dependency is not possible", "look at sbatch_args")),
+    ("temporarily unable to accept", Denial("Slurm takes no more jobs now", lasting=False)),
+    ("i/o error writing script", Denial("slurmctld cannot write the script down",
         "ask an administrator", lasting=False)),
-    ("reached jobs limit", Refusal("Slurm takes no more jobs now", lasting=False)),
-    ("unable to open file", Refusal("sbatch cannot read the script", "is the shared "
+    ("reached jobs limit", Denial("Slurm takes no more jobs now", lasting=False)),
+    ("unable to open file", Denial("sbatch cannot read the script", "is the shared "
         "directory there?", lasting=False)),
 )  # fmt: skip
 
 
-def refusal(text: str) -> Refusal:
+def refusal(text: str) -> Denial:
     """What sbatch's answer means; an unknown one is said as it is, and may pass."""
     lowered = " ".join(text.lower().split())
     for phrase, found in _REFUSALS:
         if phrase in lowered:
-            return Refusal(f"{found.words} ({_short(text)})", found.todo, found.lasting)
-    return Refusal(_short(text), lasting=False)
+            return Denial(f"{found.words} ({_short(text)})", found.todo, found.lasting)
+    return Denial(_short(text), lasting=False)
 
 
 def _short(text: str) -> str:

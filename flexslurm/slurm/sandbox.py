@@ -26,7 +26,7 @@ from flexslurm.slurm.processes import Process
 from flexslurm.slurm.sandbox_config import SandboxConfig, default_config
 from flexslurm.slurm.sandbox_daemons import MARK, Daemons
 from flexslurm.slurm.sandbox_files import Layout
-from flexslurm.slurm.sandbox_network import Network
+from flexslurm.slurm.sandbox_network import SandboxNetwork
 from flexslurm.slurm.sandbox_site import site_yaml
 
 _START_TRIES = 4
@@ -179,7 +179,7 @@ class Sandbox:
         """Join the node's link again."""
         self._hosts().mend(node)
 
-    def _hosts(self) -> Network:
+    def _hosts(self) -> SandboxNetwork:
         network = self._running().network
         if network is None:
             raise EnvironmentFault(
@@ -198,7 +198,9 @@ class Sandbox:
         config = SandboxConfig.model_validate(state["config"])
         prefix = state.get("network")
         network = (
-            None if prefix is None else Network(self.home, str(prefix), tuple(config.all_nodes()))
+            None
+            if prefix is None
+            else SandboxNetwork(self.home, str(prefix), tuple(config.all_nodes()))
         )
         return Daemons(config, layout, str(state["mark"]), network)
 

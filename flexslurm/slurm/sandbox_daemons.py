@@ -16,7 +16,7 @@ from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.processes import Process
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_files import Layout
-from flexslurm.slurm.sandbox_network import Network
+from flexslurm.slurm.sandbox_network import SandboxNetwork
 
 MARK = "FLEXSLURM_SANDBOX"
 """In the environment of what belongs to a sandbox beside the jobs."""
@@ -30,7 +30,7 @@ class Daemons:
     config: SandboxConfig
     layout: Layout
     mark: str
-    network: Network | None = None
+    network: SandboxNetwork | None = None
 
     def all(self) -> list[str]:
         """In the order in which they are started."""

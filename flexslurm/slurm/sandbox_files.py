@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexslurm.slurm.sandbox_config import SandboxConfig
-from flexslurm.slurm.sandbox_network import Network
+from flexslurm.slurm.sandbox_network import SandboxNetwork
 
 # sun_path holds 108 bytes with its end; slurmstepd's sockets have the longest names.
 _SOCKET_LIMIT = 107
@@ -92,7 +92,7 @@ def slurm_conf(
     ports: Mapping[str, int],
     host: str,
     user: str,
-    network: Network | None = None,
+    network: SandboxNetwork | None = None,
     accounting: Sequence[str] = PLAIN_ACCOUNTING,
 ) -> str:
     """slurm.conf; `ports` maps `slurmctld` and each node's name to its port."""
@@ -155,7 +155,7 @@ def _node_line(
     group: str,
     ports: Mapping[str, int],
     host: str,
-    network: Network | None,
+    network: SandboxNetwork | None,
 ) -> str:
     nodes = config.nodes[group]
     gres = f" Gres=gpu:{nodes.gpu_type}:{nodes.gpus}" if nodes.gpus else ""

@@ -24,7 +24,7 @@ from flexslurm.errors import EnvironmentFault
 from flexslurm.slurm import sandbox_accounting, sandbox_files
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_files import Layout
-from flexslurm.slurm.sandbox_network import Network
+from flexslurm.slurm.sandbox_network import SandboxNetwork
 from flexslurm.slurm.sandbox_site import site_yaml
 
 _DEBIAN = {
@@ -145,7 +145,7 @@ def write_files(
     layout: Layout,
     ports: Mapping[str, int],
     mark: str,
-    network: Network | None = None,
+    network: SandboxNetwork | None = None,
 ) -> None:
     """Write all files; the state file first, so that `down` knows what `up` began."""
     state = {"version": 1, "mark": mark, "run": str(layout.run), "ports": dict(ports)}

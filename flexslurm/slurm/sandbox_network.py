@@ -29,7 +29,7 @@ _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SandboxNetwork:
     """The hosts of one sandbox; `prefix` is the first three numbers of their addresses."""
 
     home: Path
@@ -88,7 +88,7 @@ class Network:
         return f"{_key(self.home)}n{self.nodes.index(node)}"
 
 
-def choose(home: Path, nodes: Sequence[str]) -> Network:
+def choose(home: Path, nodes: Sequence[str]) -> SandboxNetwork:
     """A network whose addresses nobody here uses. Raises EnvironmentFault."""
     check(len(nodes))
     text = _ip("-4", "-o", "addr", "show")
@@ -96,7 +96,7 @@ def choose(home: Path, nodes: Sequence[str]) -> Network:
     candidates = [f"10.{random.randint(200, 250)}.{random.randint(0, 255)}" for _ in range(50)]  # noqa: S311
     for prefix in candidates:
         if not any(ipaddress.ip_network(f"{prefix}.0/24").overlaps(net) for net in used):
-            return Network(home, prefix, tuple(nodes))
+            return SandboxNetwork(home, prefix, tuple(nodes))
     raise EnvironmentFault("all of 10.200.0.0 to 10.250.255.255 is in use on this machine")
 
 

@@ -37,7 +37,7 @@ import torch
 from flexslurm.cli.bench_commands import sigterm_raises
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.kv_store import KvShape, KvStore
-from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
 from flexslurm.engine.tenants import Tenant
 from flexslurm.engine.tiny import write_tiny_model
 from flexslurm.engine.transfers import Transfers
@@ -170,7 +170,7 @@ class Gear:
 
     def __init__(self, model: Path, arena: Arena) -> None:
         plan = StagePlan(str(model), 1, 0, LAYERS, 1, 0, "float64", BLOCK, 400)
-        self._stage: Stage = build_stage(plan, arena)
+        self._stage: LoadedStage = build_stage(plan, arena)
         prompts = [[(7 * i + n) % 200 + 1 for i in range(PROMPT)] for n in range(SEQUENCES)]
         self._prompts = prompts
         self._start()

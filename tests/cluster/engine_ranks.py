@@ -23,7 +23,7 @@ from flexslurm.engine.backend import warm_up
 from flexslurm.engine.families import check_model
 from flexslurm.engine.footprint import kv_bytes, stage_bytes
 from flexslurm.engine.groups import Group, Network, start_default_world
-from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
 
 CPU = torch.device("cpu")
 KEY = b"loopback tests only"
@@ -37,7 +37,7 @@ class Rank:
         self.store = torch.distributed.FileStore(store, -1)
         self.arena = Arena(2 << 30)
         self.groups: dict[int, Group] = {}
-        self.stages: list[Stage] = []
+        self.stages: list[LoadedStage] = []
         self.weights: dict[str, torch.Tensor] = {}
 
     def group(self, tp: int) -> Any:

@@ -13,7 +13,7 @@ from flexslurm.gear import NoGear, Signature
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal, Limits, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Workload
 
 _ROTARY = {
     "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 9,
@@ -77,7 +77,7 @@ def test_gears_fit_the_arena_to_the_byte(name: str, pool: str, tmp_path: Path) -
     topology = Topology.from_catalogue(("l4", "a10", "t4"))
     gpus = dict(zip(("big", "mid", "small"), topology.gpus.values(), strict=True))
     topology = Topology(gpus, topology.node_link).with_memory(sizes)
-    goal = Goal(Workload(20, 10), limits=Limits(block_tokens=16, memory_fraction=1.0))
+    goal = Goal(Workload(20, 10), limits=EngineLimits(block_tokens=16, memory_fraction=1.0))
     gear = plan_gear(spec, topology, goal, Signature.parse(pool))
     if isinstance(gear, NoGear):
         return

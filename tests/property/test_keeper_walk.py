@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from flexslurm.control.keeper import PoolKeeper
 from flexslurm.control.keeper_load import resize
 from flexslurm.control.keeper_values import (
-    Cancel,
+    CancelJobs,
     Drain,
-    Entry,
     KeeperSettings,
     Look,
     PilotShape,
+    PilotStage,
+    PoolEntry,
     Present,
-    Stage,
     Submit,
 )
 from flexslurm.slurm.states import JobState
@@ -58,7 +58,7 @@ class Walk:
     def __init__(self, sizes: list[tuple[int, int, int, bool]]) -> None:
         self.queue = FakeQueue()
         self.entries = [
-            Entry(
+            PoolEntry(
                 f"g{number}", "p", (PilotShape(4), PilotShape(2)), least, least + more,
                 max(least + more + most, 1), None, 100.0 if handover else None,
             )
@@ -78,7 +78,7 @@ class Walk:
         if call is None:
             return
         self.calls += 1
-        if isinstance(call, Cancel):
+        if isinstance(call, CancelJobs):
             if fate in ("done", "head dies after", "unheard"):
                 for job in call.jobs:
                     if job in queue.jobs and not queue.told(job).state.over:
@@ -208,14 +208,14 @@ def test_never_too_many_and_back_to_enough(
     for number in range(len(world.entries)):
         alive = [j for j in world.queue.alive() if j.pilot.entry == number]
         assert len(alive) == world.keeper.wanted[number] == len(world.keeper.staying(number))
-        assert all(kept.stage is Stage.RUNNING for kept in world.keeper.of_entry(number))
+        assert all(kept.stage is PilotStage.RUNNING for kept in world.keeper.of_entry(number))
     assert len(world.queue.submissions) - before <= 2 * sum(e.most for e in world.entries)
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.PREEMPTED, JobState.CANCELLED])
 def test_no_storm_of_submissions_whatever_ends_them(state: JobState) -> None:
     """A hundred pilots that never live: each interval one call, and ever fewer of them."""
-    entry = Entry("g", "p", (PilotShape(4), PilotShape(2)), 100, 100, 100)
+    entry = PoolEntry("g", "p", (PilotShape(4), PilotShape(2)), 100, 100, 100)
     queue = FakeQueue()
     keeper = PoolKeeper([entry], KeeperSettings(), (), queue.now)
     for _ in range(720):  # an hour

@@ -17,7 +17,7 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import TIERS, Planner
 from flexslurm.planner.problem import Problem, StageKind, Tier
 from flexslurm.planner.topology import GpuFigures, Link, Topology
-from flexslurm.planner.workload import Goal, Limits, Slo, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Slo, Workload
 from flexslurm.planner.worth import worth
 from tests.property.planner_brute_force import BruteForce
 
@@ -65,7 +65,7 @@ def random_goal(rng: random.Random) -> Goal:
     return Goal(
         Workload(rng.choice([3, 40, 200]), rng.choice([1, 2, 50])),
         Slo(ttft_s=rng.choice([None, None, 0.05, 0.5]), tpot_s=rng.choice([None, None, 0.02, 0.1])),
-        Limits(
+        EngineLimits(
             block_tokens=rng.choice([4, 16]),
             max_batch=rng.choice([1, 2, 5, 16]),
             max_batch_tokens=rng.choice([8, 64]),

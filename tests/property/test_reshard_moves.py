@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexslurm.engine.kv_moves import kv_block_bytes, kv_pulls, movable
 from flexslurm.engine.ownership import Holding, ShardMap
-from flexslurm.engine.reshard import CHECKPOINT, Link, kept_weight_bytes, weight_moves
+from flexslurm.engine.reshard import CHECKPOINT, LinkKind, kept_weight_bytes, weight_moves
 from flexslurm.messages import WeightHolder
 from flexslurm.planner.placement import place
 from tests.reshard_cases import CONFIGS, LAYERS, at, in_place, placed_gears, replica, shard_map
@@ -98,18 +98,18 @@ def test_moves_tile_what_is_needed_and_name_the_nearest_owner(
             own = [h for h in having if h.worker == "w0"]
             near = [h for h in having if h.node == "n0"]
             if move.source == CHECKPOINT:
-                assert move.link is Link.CHECKPOINT
+                assert move.link is LinkKind.CHECKPOINT
                 assert not having, number
                 continue
             source = holders[move.source]
             assert source in having
-            if move.link in (Link.HELD, Link.GPU):
+            if move.link in (LinkKind.HELD, LinkKind.GPU):
                 assert source.worker == "w0"
-            elif move.link is Link.NODE:
+            elif move.link is LinkKind.NODE:
                 assert not own
                 assert source.node == "n0"
             else:
-                assert move.link is Link.NETWORK
+                assert move.link is LinkKind.NETWORK
                 assert not near
     assert sum(m.nbytes for m in moves) == sum(wanted.values())
 
@@ -124,8 +124,8 @@ def test_a_view_is_inside_one_segment_and_kept_bytes_are_all_that_is_here(
     for piece in shards.pieces(need):
         inside = any(segment.holds(piece) for held in own for segment in shards.pieces(held))
         links = {m.link for m in moves if (m.tensor, m.dim) == (piece.tensor, piece.dim)}
-        assert (links == {Link.HELD}) == inside, piece
-    kept = sum(m.nbytes for m in moves if m.link in (Link.HELD, Link.GPU))
+        assert (links == {LinkKind.HELD}) == inside, piece
+    kept = sum(m.nbytes for m in moves if m.link in (LinkKind.HELD, LinkKind.GPU))
     assert kept == kept_weight_bytes(shards, need, own)
 
 
@@ -169,11 +169,13 @@ def test_a_tied_head_is_gathered_from_the_embedding() -> None:
     sources = [holder(0, "w1", "n1", Holding(0, LAYERS, 1, 0))]
     moves = weight_moves(shards, Holding(3, LAYERS, 2, 1), "w0", "n0", sources)
     head = [m for m in moves if m.tensor == "model.embed_tokens.weight"]
-    assert [(m.dim, m.link) for m in head] == [(1, Link.NETWORK)]
+    assert [(m.dim, m.link) for m in head] == [(1, LinkKind.NETWORK)]
     # A part of the head is not enough for the embedding: that is read from the files.
     part = [holder(0, "w1", "n1", Holding(3, LAYERS, 2, 1))]
     moves = weight_moves(shards, Holding(0, 1, 1, 0), "w0", "n0", part)
-    assert [m.link for m in moves if m.tensor == "model.embed_tokens.weight"] == [Link.CHECKPOINT]
+    assert [m.link for m in moves if m.tensor == "model.embed_tokens.weight"] == [
+        LinkKind.CHECKPOINT
+    ]
 
 
 # ------------------------------------------------------------------------------------------ KV
@@ -206,7 +208,7 @@ def test_pulls_give_every_new_owner_each_of_its_pages_once(kind: str, data: st.D
         for s, h in zip(old.seats, old.holdings, strict=True)  # type: ignore[attr-defined]
     }
     filled: dict[str, Counter[tuple[int, int, int]]] = defaultdict(Counter)
-    by_link = Counter[Link]()
+    by_link = Counter[LinkKind]()
     for pull in pulls:
         message = pull.message
         assert message.epoch == 2
@@ -231,7 +233,7 @@ def test_pulls_give_every_new_owner_each_of_its_pages_once(kind: str, data: st.D
         }
         assert filled[seat.worker] == wanted
     found = kv_block_bytes(shards, old, new)  # type: ignore[arg-type]
-    assert found == {link: by_link[link] for link in Link}
+    assert found == {link: by_link[link] for link in LinkKind}
 
 
 def test_a_replica_that_lost_a_member_cannot_be_moved() -> None:

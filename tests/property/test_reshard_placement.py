@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from flexslurm.engine.kv_moves import kv_pulls
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.placing import Placed, place_gear
-from flexslurm.engine.reshard import Link, weight_moves
+from flexslurm.engine.reshard import LinkKind, weight_moves
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import holders_of
 from flexslurm.errors import CapacityError
@@ -55,7 +55,7 @@ def counted_bytes(
     for one in news:
         for seat, need in zip(one.seats, one.holdings, strict=True):
             moves = weight_moves(shards, need, seat.worker, seat.node, holders)
-            total += sum(m.nbytes for m in moves if m.link not in (Link.HELD, Link.GPU))
+            total += sum(m.nbytes for m in moves if m.link not in (LinkKind.HELD, LinkKind.GPU))
     for sequence in live:
         target = placed.routes.to.get(sequence.seq_id)
         if target is not None:

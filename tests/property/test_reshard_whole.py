@@ -11,7 +11,7 @@ from flexslurm.engine.kv_moves import kv_pulls
 from flexslurm.engine.memory_plan import memory_plan
 from flexslurm.engine.ownership import Holding, ReplicaAt, ShardMap
 from flexslurm.engine.placing import place_gear
-from flexslurm.engine.reshard import CHECKPOINT, Link
+from flexslurm.engine.reshard import CHECKPOINT, LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import ShiftFacts, ShiftPlan, plan_shift
 from flexslurm.planner.model_spec import aligned
@@ -133,7 +133,7 @@ def test_memory_is_what_segments_and_pages_take(shift: tuple[ShardMap, ShiftFact
         assert gpu.new_weights == sum(aligned(piece.nbytes) for piece in fresh)
         moves = [m for slot in plan.slots if slot.worker == gpu.worker for m in slot.moves]
         assert sum(p.nbytes for p in fresh) == sum(
-            m.nbytes for m in moves if m.link is not Link.HELD
+            m.nbytes for m in moves if m.link is not LinkKind.HELD
         )
         assert gpu.most >= gpu.prepare >= gpu.old_weights
 
@@ -163,7 +163,7 @@ def pages(
                     for head in range(*pull.message.heads):
                         page = (one.seq_id, block, layer, head)
                         assert page in before[pull.message.source.worker]
-                        if pull.link is not Link.HELD or block >= full:
+                        if pull.link is not LinkKind.HELD or block >= full:
                             added[pull.to].add(page)
     return before, added
 

@@ -12,7 +12,7 @@ import pytest
 from flexslurm.cli.doctor_fabric import nccl_names
 from flexslurm.cli.doctor_probe import _gpus, facts, meet
 from flexslurm.cli.doctor_verdicts import judge_meeting, judge_node, table
-from flexslurm.cli.doctor_words import Result, Verdict
+from flexslurm.cli.doctor_words import CheckVerdict, Result
 from flexslurm.errors import EnvironmentFault
 from flexslurm.slurm.each_node import nodes_of_allocation
 from tests.fake_node import FakeNvml
@@ -39,7 +39,7 @@ def port(**changes: Any) -> dict[str, Any]:
             "infiniband": True, "interface": "ib0", **changes}  # fmt: skip
 
 
-def bad(verdicts: list[Verdict], result: Result = Result.FAIL) -> list[str]:
+def bad(verdicts: list[CheckVerdict], result: Result = Result.FAIL) -> list[str]:
     assert all(v.mend for v in verdicts if v.result is Result.FAIL)
     return [v.check for v in verdicts if v.result is result]
 

@@ -21,7 +21,7 @@ from flexslurm.engine.families import check_model
 from flexslurm.engine.footprint import block_bytes, kv_bytes, stage_bytes
 from flexslurm.engine.kv_store import KvStore
 from flexslurm.engine.page_pool import Cells
-from flexslurm.engine.stage import Stage, StagePlan, build_stage
+from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
 from flexslurm.errors import CapacityError
 
 WANTED = 12
@@ -130,7 +130,9 @@ def test_epochs_come_and_go_beside_a_serving_one(
     def shift(draw: random.Random) -> None:
         epoch[0] += 1
         lo = draw.randint(0, 3)
-        other: Stage = build_stage(plan(tiny_model, epoch[0], lo, draw.randint(lo + 1, 6)), arena)
+        other: LoadedStage = build_stage(
+            plan(tiny_model, epoch[0], lo, draw.randint(lo + 1, 6)), arena
+        )
         everything = [(block, block) for block in range(64)]
         layers = slice(lo, lo + other.store.shape.layers)
         ours = slice(0, other.store.shape.layers)
@@ -189,7 +191,7 @@ def test_a_whole_gear_fits_after_any_walk(tiny_model: Path) -> None:
     need = stage_bytes(info, 0, 6, 1, 0, "float64") + kv_bytes(info, 0, 6, 1, 0, "float64", 4, 30)
     arena = Arena(need)
     draw = random.Random(7)
-    alive: list[Stage] = []
+    alive: list[LoadedStage] = []
     for epoch in range(1, 25):
         lo = draw.randint(0, 5)
         cut = (lo, draw.randint(lo + 1, 6)) if epoch < 24 else (0, 6)

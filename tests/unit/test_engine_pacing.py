@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flexslurm.engine.pacing import Pacer, StepLoad
+from flexslurm.engine.pacing import Pacer, StepWork
 from flexslurm.errors import ProtocolError
 from flexslurm.messages import Chunk, ChunkSampling, Pacing, SamplingParams
 from flexslurm.planner.cost import StageCost
 
-NOTHING = StepLoad(1, 1, 1, 1)
+NOTHING = StepWork(1, 1, 1, 1)
 
 
 @dataclass
@@ -78,7 +78,7 @@ def test_acted_takes_the_seconds_of_the_cost_with_what_was_computed_in_them() ->
     clock = Clock()
     fields = cost(weights_s=0.2, context_s=0.001, token_s=0.01, pair_s=0.0001, fixed_s=0.05)
     pacer = clock.pacer(Pacing(acted=fields))
-    load = StepLoad(new_tokens=4, context_tokens=30, sampled_tokens=2, pairs=40)
+    load = StepWork(new_tokens=4, context_tokens=30, sampled_tokens=2, pairs=40)
     expected = StageCost(**fields).step_s(4, 30, 2, 40)
     assert expected == pytest.approx(0.28)
     pacer.begin(waited=True)
@@ -126,7 +126,7 @@ def test_the_load_of_chunks() -> None:
         Chunk(seq_id="prefill", tokens=(1, 2, 3), start=4, blocks=(0, 1)),
         Chunk(seq_id="decode", tokens=(9,), start=10, blocks=(2,), sample=sample),
     )
-    assert StepLoad.of(chunks) == StepLoad(
+    assert StepWork.of(chunks) == StepWork(
         new_tokens=4, context_tokens=7 + 11, sampled_tokens=1, pairs=5 + 6 + 7 + 11
     )
-    assert StepLoad.of(()) == StepLoad(0, 0, 0, 0)
+    assert StepWork.of(()) == StepWork(0, 0, 0, 0)

@@ -14,8 +14,8 @@ from flexslurm.engine.trial import (
     INNER,
     LAST,
     Grid,
-    Load,
-    Measured,
+    Measurement,
+    TrialLoad,
     check_rows,
     chunks_of,
     opening,
@@ -55,7 +55,7 @@ def test_a_large_memory_allows_every_step(tiny_model: Path) -> None:
     _, probes = plan(info, GRID, tp=1, dtype="float64", arena_bytes=1 << 30)
     assert probes == probes_of(GRID, info.max_context)
     loads = [probe.load for probe in probes]
-    assert Load(16, 1, 256) in loads and Load(1, 64, 64) in loads
+    assert TrialLoad(16, 1, 256) in loads and TrialLoad(1, 64, 64) in loads
     assert max(load.new_tokens for load in loads) == GRID.max_tokens
 
 
@@ -92,26 +92,31 @@ def test_opening_puts_a_token_into_every_block_once() -> None:
 
 
 def test_sequences_have_blocks_of_their_own() -> None:
-    chunks = chunks_of(Load(3, 1, 33, sampled=True), 16, 100)
+    chunks = chunks_of(TrialLoad(3, 1, 33, sampled=True), 16, 100)
     assert [chunk.blocks for chunk in chunks] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
     assert all(chunk.start == 32 and chunk.sample is not None for chunk in chunks)
-    (prefill,) = chunks_of(Load(1, 20, 20), 16, 100)
+    (prefill,) = chunks_of(TrialLoad(1, 20, 20), 16, 100)
     assert (prefill.start, len(prefill.tokens), prefill.sample) == (0, 20, None)
 
 
-def _measured() -> list[Measured]:
+def _measured() -> list[Measurement]:
     """A GPU on which a layer takes 2 ms and 0.1 more a token, a step 3, the ends 1 and 5."""
 
-    def layer(load: Load) -> float:
+    def layer(load: TrialLoad) -> float:
         return 2e-3 + 1e-4 * load.new_tokens
 
-    found = [Measured(BODY, 8, 4.0), Measured(FIRST, 1, 9.0)]
-    for load in (Load(1, 1, 32), Load(4, 1, 32), Load(1, 64, 64), Load(4, 1, 256)):
-        found.append(Measured(BODY, 8, 3e-3 + 8 * layer(load), load, 3e-3 + layer(load)))
-    load = Load(1, 64, 64)
-    found.append(Measured(FIRST, 1, 4e-3 + layer(load), load, 3e-3 + layer(load)))
-    load = Load(4, 1, 32, sampled=True)
-    found.append(Measured(LAST, 1, 8e-3 + layer(load), load, 3e-3 + layer(load)))
+    found = [Measurement(BODY, 8, 4.0), Measurement(FIRST, 1, 9.0)]
+    for load in (
+        TrialLoad(1, 1, 32),
+        TrialLoad(4, 1, 32),
+        TrialLoad(1, 64, 64),
+        TrialLoad(4, 1, 256),
+    ):
+        found.append(Measurement(BODY, 8, 3e-3 + 8 * layer(load), load, 3e-3 + layer(load)))
+    load = TrialLoad(1, 64, 64)
+    found.append(Measurement(FIRST, 1, 4e-3 + layer(load), load, 3e-3 + layer(load)))
+    load = TrialLoad(4, 1, 32, sampled=True)
+    found.append(Measurement(LAST, 1, 8e-3 + layer(load), load, 3e-3 + layer(load)))
     return found
 
 
@@ -137,12 +142,12 @@ def test_the_profile_gives_back_what_was_measured() -> None:
 
 
 def test_with_one_layer_nothing_is_taken_apart() -> None:
-    rows = rows_of([Measured(BODY, 1, 5e-3, Load(2, 1, 8), 5e-3)])
+    rows = rows_of([Measurement(BODY, 1, 5e-3, TrialLoad(2, 1, 8), 5e-3)])
     assert rows == [Row("decode", 1, 2, 8, 5e-3)]
 
 
 def test_noise_never_makes_a_time_negative() -> None:
-    rows = rows_of([Measured(BODY, 4, 1e-3, Load(2, 1, 8), 2e-3)])
+    rows = rows_of([Measurement(BODY, 4, 1e-3, TrialLoad(2, 1, 8), 2e-3)])
     assert all(row.seconds >= 0 for row in rows)
 
 

@@ -9,25 +9,25 @@ from gateway_fakes import small_text
 from flexslurm.gateway.answers import AnswerSettings, ChatForm, TextForm
 from flexslurm.gateway.card import ModelCard
 from flexslurm.gateway.choice import Choice, EndRules
-from flexslurm.gateway.port import Limits
+from flexslurm.gateway.port import ServedLimits
 from flexslurm.gateway.responses import sse
 from flexslurm.gateway.schemas import ChatBody, ChatMessage, CompletionBody
-from flexslurm.gateway.translate import Plan, plan_request, render_chat
+from flexslurm.gateway.translate import GenerationPlan, plan_request, render_chat
 from flexslurm.messages import FinishReason, TokenEvent, TokenLogprobs
 
 
-def plan_of(prompts: list[tuple[int, ...]], n: int = 1) -> Plan:
+def plan_of(prompts: list[tuple[int, ...]], n: int = 1) -> GenerationPlan:
     return plan_request(
         CompletionBody(prompt="unused", n=n),
         prompts,
         request_id="r",
         text=small_text(),
-        limits=Limits(None, 100),
+        limits=ServedLimits(None, 100),
         random_seed=lambda: 5,
     )
 
 
-def settings_of(plan: Plan, logprobs: int) -> AnswerSettings:
+def settings_of(plan: GenerationPlan, logprobs: int) -> AnswerSettings:
     return AnswerSettings(
         plan=plan,
         model=ModelCard("m", "", 100).name,

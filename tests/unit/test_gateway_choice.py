@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from flexslurm.errors import GenerationFailed, NotServing, RequestAborted, RequestError
-from flexslurm.gateway.choice import Choice, EndRules, Piece
+from flexslurm.gateway.choice import Choice, ChoiceDelta, EndRules
 from flexslurm.messages import FinishReason, TokenEvent, TokenLogprobs
 
 
@@ -33,7 +33,7 @@ class Driven:
         self.choice = Choice(0, Texts(texts), rules or EndRules())
         self.next = 0
 
-    def push(self, finish: FinishReason | None = None) -> Piece:
+    def push(self, finish: FinishReason | None = None) -> ChoiceDelta:
         event = TokenEvent(
             seq_id="x/0",
             token=self.next,
@@ -46,7 +46,7 @@ class Driven:
         return self.choice.take()
 
 
-def scored(piece: Piece) -> list[tuple[int, int]]:
+def scored(piece: ChoiceDelta) -> list[tuple[int, int]]:
     return [(item.token, item.offset) for item in piece.scored]
 
 

@@ -15,9 +15,9 @@ from flexslurm.control.phases import Mode, Phase
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.families import check_model
 from flexslurm.engine.hand_over import LayersInTurn
-from flexslurm.engine.memory_plan import MemoryPlan, Verdict, hand_over_peak, memory_plan
+from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, hand_over_peak, memory_plan
 from flexslurm.engine.ownership import Holding, Piece, ShardMap
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.shift_plan import ShiftFacts, plan_shift
 from flexslurm.engine.stage import StagePlan, build_stage
 from flexslurm.engine.transfer_client import Cancel, Job
@@ -105,12 +105,12 @@ def test_the_plan_hands_over_what_does_not_fit_side_by_side() -> None:
         for layers in (1, LAYERS)
     }
     assert shards.weights_bytes(old) < turns[1] < turns[LAYERS] <= beside
-    assert memory_of(shards, beside).verdict is Verdict.BESIDE
+    assert memory_of(shards, beside).verdict is MemoryVerdict.BESIDE
     for arena, layers in ((turns[LAYERS] - 1, 1), (turns[1] - 1, 0)):
         plan = memory_of(shards, arena)
-        assert (plan.verdict, plan.turn_layers) == (Verdict.STOP, layers)
+        assert (plan.verdict, plan.turn_layers) == (MemoryVerdict.STOP, layers)
         shift = plan_shift(shards, two_to_one(arena))
-        read = shift.totals["weights"][Link.CHECKPOINT]
+        read = shift.totals["weights"][LinkKind.CHECKPOINT]
         assert (read == 0) == (layers > 0)
         words = "layer by layer, and not read" if layers else "are read from the files"
         assert any(words in line for line in shift.lines())

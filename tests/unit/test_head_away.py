@@ -9,7 +9,7 @@ import pytest
 from fake_replica import FakeReplica, make_request, undisturbed
 
 from flexslurm.control.events import ParkedAway
-from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, Seat
+from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, SeatedWorker
 from flexslurm.control.members import GpuAt
 from flexslurm.engine.parking import _file_name
 from flexslurm.head.away import Away
@@ -57,7 +57,8 @@ class World:
         )
         one = replica((1, 0, 2), (1, 2, LAYERS))
         seats = tuple(
-            Seat(GpuAt("agent", n), name, "n", "10.0.0.1", 1) for n, name in enumerate(WORKERS)
+            SeatedWorker(GpuAt("agent", n), name, "n", "10.0.0.1", 1)
+            for n, name in enumerate(WORKERS)
         )
         installed = InstalledReplica(KEY, one, seats)
         self.gear = InstalledGear(gear_of("g", (1, 1), one), {0: installed})

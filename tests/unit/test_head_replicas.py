@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fake_replica import FakeReplica, make_replica, make_request, undisturbed
 
-from flexslurm.control.installed import InstalledReplica, ReplicaKey, Seat
+from flexslurm.control.installed import InstalledReplica, ReplicaKey, SeatedWorker
 from flexslurm.control.members import GpuAt
 from flexslurm.engine.driver import Driver
 from flexslurm.gateway.router import RAMP
@@ -46,7 +46,7 @@ class World:
     def arrive(self, epoch: int, index: int = 0, *, max_batch: int = 10) -> ReplicaKey:
         key = ReplicaKey(epoch, index)
         replica = make_replica(max_batch=max_batch, kv_blocks=200)
-        seat = Seat(GpuAt("a", index), f"w{epoch}.{index}", "n", "10.0.0.1", 1)
+        seat = SeatedWorker(GpuAt("a", index), f"w{epoch}.{index}", "n", "10.0.0.1", 1)
         self.replicas.arrive(InstalledReplica(key, replica, (seat,)), BLOCK)
         self.engines.setdefault(key, FakeReplica(replica, BLOCK))
         return key
@@ -197,7 +197,7 @@ def test_seats_tell_apart_all_drivers_that_are_open_or_arrive(world: World) -> N
 
 
 def world_replica(key: ReplicaKey) -> InstalledReplica:
-    seat = Seat(GpuAt("a", 0), f"w{key.epoch}.0", "n", "10.0.0.1", 1)
+    seat = SeatedWorker(GpuAt("a", 0), f"w{key.epoch}.0", "n", "10.0.0.1", 1)
     return InstalledReplica(key, make_replica(), (seat,))
 
 

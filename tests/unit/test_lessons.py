@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.engine.memory_plan import Verdict
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.memory_plan import MemoryVerdict
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, ShiftPlan, plan_shift
-from flexslurm.head.lessons import Lessons, Part
+from flexslurm.head.lessons import LessonPart, Lessons
 from flexslurm.head.move_plan import in_parts, rate_beside
 from flexslurm.head.pulls import Pulls
 from flexslurm.messages import KvPulled
@@ -42,7 +42,10 @@ def test_what_was_measured_is_expected_next_time() -> None:
 
 def test_kinds_of_shifts_are_held_apart() -> None:
     lessons, beside, stop = Lessons(), plan(), plan(arena=1000)
-    assert (beside.memory.verdict, stop.memory.verdict) == (Verdict.BESIDE, Verdict.STOP)
+    assert (beside.memory.verdict, stop.memory.verdict) == (
+        MemoryVerdict.BESIDE,
+        MemoryVerdict.STOP,
+    )
     lessons.learn(stop, stop.transfer_s, stop.pause_s + 9.0)
     assert lessons.corrected(beside).pause_s == beside.pause_s
     assert lessons.corrected(stop).pause_s == pytest.approx(stop.pause_s + 9.0)
@@ -52,10 +55,10 @@ def test_one_bad_shift_changes_little_and_old_ones_are_forgotten() -> None:
     lessons, nominal = Lessons(), plan()
     for more in (0.1, 0.1, 60.0, 0.1, 0.1):
         lessons.learn(nominal, nominal.transfer_s, nominal.pause_s + more)
-    assert lessons.more_s(Verdict.BESIDE, Part.PAUSE) == pytest.approx(0.1)
+    assert lessons.more_s(MemoryVerdict.BESIDE, LessonPart.PAUSE) == pytest.approx(0.1)
     for _ in range(5):
         lessons.learn(nominal, nominal.transfer_s, nominal.pause_s + 2.0)
-    assert lessons.more_s(Verdict.BESIDE, Part.PAUSE) == pytest.approx(2.0)
+    assert lessons.more_s(MemoryVerdict.BESIDE, LessonPart.PAUSE) == pytest.approx(2.0)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0, 1e6))
@@ -99,7 +102,7 @@ def test_parts_have_the_blocks_of_the_sequences(found: list[tuple[int, int]], mo
 def test_what_a_source_may_send_is_bound_by_the_slowest_link_in_use() -> None:
     rates = LinkRates(node=2e9, network=10e9)
     inside = plan()
-    assert {flow.link for flow in inside.weights} >= {Link.NODE}
+    assert {flow.link for flow in inside.weights} >= {LinkKind.NODE}
     assert rate_beside(inside, rates) == pytest.approx(0.6 * 2e9)
     old = (at(1, 0, replica((1, 0, LAYERS)), ["a/0"]),)
     new = (at(2, 0, replica((1, 0, LAYERS)), ["b/0"]),)

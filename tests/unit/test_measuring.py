@@ -11,7 +11,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.control.spread import Spread
 from flexslurm.control.trends import Sample, p95
-from flexslurm.engine.load import Load
+from flexslurm.engine.load import SchedulerLoad
 from flexslurm.errors import ConfigError
 from flexslurm.gateway.metrics import Metrics
 from flexslurm.head.meter import Meter
@@ -20,14 +20,14 @@ from flexslurm.head.settings import policy_settings, risk_kind
 from flexslurm.messages import FinishReason, SamplingParams, SequenceRequest, StopRules
 from flexslurm.wire.service_dir import Pilot
 
-IDLE = Load(
+IDLE = SchedulerLoad(
     running=0, waiting=0, in_flight=0, blocks=10, used_blocks=0, free_blocks=10, queued_blocks=0,
     block_tokens=4, max_batch=8, max_context=40, steps=0, evictions=0, prefill_tokens=0,
     decode_tokens=0,
 )  # fmt: skip
 
 
-def load(running: int, decoded: int = 0) -> Load:
+def load(running: int, decoded: int = 0) -> SchedulerLoad:
     return msgspec.structs.replace(IDLE, running=running, decode_tokens=decoded)
 
 

@@ -13,7 +13,7 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.published import config_of
 from flexslurm.planner.topology import GpuFigures, Link, Topology
-from flexslurm.planner.workload import Goal, Limits, Objective, Slo, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Objective, Slo, Workload
 
 
 def model(**changes: Any) -> ModelSpec:
@@ -38,7 +38,9 @@ def topology(**memory: float) -> Topology:
     )
 
 
-GOAL = Goal(Workload(32, 16), limits=Limits(block_tokens=16, max_batch=4, memory_fraction=1.0))
+GOAL = Goal(
+    Workload(32, 16), limits=EngineLimits(block_tokens=16, max_batch=4, memory_fraction=1.0)
+)
 
 
 def planned(figures: Topology, pool: str, goal: Goal = GOAL, **changes: Any) -> Gear:
@@ -84,7 +86,7 @@ def test_layers_follow_speed_where_memory_does_not() -> None:
     for name in ("a", "b"):
         figures = msgspec_replace(figures, name, memory_bandwidth=1e15, flops=1e18)
     slow = msgspec_replace(figures, "a", layer_s=3e-4)
-    one = Goal(Workload(8, 8), limits=Limits(16, 2, memory_fraction=1.0))
+    one = Goal(Workload(8, 8), limits=EngineLimits(16, 2, memory_fraction=1.0))
     gear = planned(slow, "a:1,b:1", one)
     stages = {stage.gpu_type: stage.layers for stage in gear.replicas[0].stages}
     assert stages == {"a": 2, "b": 6}
@@ -146,11 +148,14 @@ def test_unknown_types_are_refused() -> None:
 
 
 def test_targets_bind_the_batch_the_engine_may_run() -> None:
-    free = planned(topology(a=9.0), "a:1", Goal(GOAL.workload, limits=Limits(16, 64)))
+    free = planned(topology(a=9.0), "a:1", Goal(GOAL.workload, limits=EngineLimits(16, 64)))
     assert free.replicas[0].max_batch == 64
     slow = msgspec_replace(topology(a=9.0), "a", flops=1e9)
     tight = plan_gear(
-        model(), slow, Goal(GOAL.workload, Slo(tpot_s=0.01), Limits(16, 64)), Signature.parse("a:1")
+        model(),
+        slow,
+        Goal(GOAL.workload, Slo(tpot_s=0.01), EngineLimits(16, 64)),
+        Signature.parse("a:1"),
     )
     assert isinstance(tight, Gear)
     assert 1 <= tight.replicas[0].max_batch < 64

@@ -17,7 +17,7 @@ from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.published import config_of
 from flexslurm.planner.topology import GpuFigures, Link, Topology
-from flexslurm.planner.workload import Goal, Limits, StepLoad, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, StepLoad, Workload
 
 GPU = GpuFigures("g", 80 * 2**30, 1e12, 1e14, Link(1e11, 1e-6), layer_s=1e-5)
 NODE_LINK = Link(1e10, 5e-6)
@@ -122,7 +122,7 @@ def test_acted_gears_are_planned_by_the_large_models_time_and_the_small_ones_mem
         GPU, memory_bytes=2 * small.weight_bytes(), acts_model="big", virtual=True
     )
     topology = Topology({"g": figures}, NODE_LINK)
-    goal = Goal(Workload(100, 20), limits=Limits(block_tokens=16, max_batch=4))
+    goal = Goal(Workload(100, 20), limits=EngineLimits(block_tokens=16, max_batch=4))
     planner = Planner(small, topology, goal, Signature.parse("g:1"), acted={"big": large})
     gear = planner.plan(Signature.parse("g:1"))
     assert gear.replicas[0].stages[0].hi == 8

@@ -13,7 +13,7 @@ from flexslurm.planner.planner import Planner
 from flexslurm.planner.published import config_of
 from flexslurm.planner.tabulate import pilots_of, plans
 from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal, Limits, Slo, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Slo, Workload
 
 SPEC = ModelSpec.from_config(config_of("llama-3.1-8b"), name="llama-3.1-8b")
 FIGURES = Topology.from_catalogue(("l4", "a100-40"))
@@ -31,7 +31,7 @@ def planner(pool: str, goal: Goal) -> Planner:
         (Goal(Workload(500, 100), Slo(tpot_s=0.02)), "would miss the TPOT target"),
         (Goal(Workload(400, 400), Slo(ttft_s=0.06)), "would miss the TTFT target"),
         (
-            Goal(Workload(500, 50), limits=Limits(max_batch_tokens=64)),
+            Goal(Workload(500, 50), limits=EngineLimits(max_batch_tokens=64)),
             "limited by max_batch_tokens 64",
         ),
     ],

@@ -12,7 +12,7 @@ from flexslurm.planner.layouts import StageText, gear_of_layout, is_layout, pars
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.problem import Problem
 from flexslurm.planner.topology import Topology
-from flexslurm.planner.workload import Goal, Limits, Slo, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Slo, Workload
 
 SPEC = ModelSpec.from_config(
     {
@@ -28,7 +28,7 @@ SPEC = ModelSpec.from_config(
 def problem(memory: int = 1 << 30) -> Problem:
     topology = Topology.from_catalogue(("a100", "l40s"), "float32")
     topology = topology.with_memory({"a100": memory, "l40s": memory})
-    limits = Limits(block_tokens=16, max_batch=8, max_batch_tokens=64)
+    limits = EngineLimits(block_tokens=16, max_batch=8, max_batch_tokens=64)
     return Problem(SPEC, topology, Goal(Workload(32, 32), Slo(), limits))
 
 

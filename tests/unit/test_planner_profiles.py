@@ -18,7 +18,7 @@ from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.profiles import Ramp, Row, read_profile, write_profile
 from flexslurm.planner.published import config_of
 from flexslurm.planner.topology import Link, Topology
-from flexslurm.planner.workload import Goal, Limits, Slo, Workload
+from flexslurm.planner.workload import EngineLimits, Goal, Slo, Workload
 
 ABOUT = {"model": "smollm2-135m", "gpu_type": "l4", "tp": 1, "dtype": "bfloat16"}
 SPEC = ModelSpec.from_config(config_of("smollm2-135m"), name="smollm2-135m")
@@ -86,7 +86,7 @@ def test_a_ramp_goes_on_with_its_last_slope() -> None:
 
 def test_the_planner_uses_what_was_measured() -> None:
     profile = read_profile(write_profile(ABOUT, rows()), "p.csv")
-    goal = Goal(Workload(64, 64), limits=Limits(max_batch=16))
+    goal = Goal(Workload(64, 64), limits=EngineLimits(max_batch=16))
     problem = Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})
     time = problem.full_times(profile.kind, 4)
     new, context = 64 + 3, 64 + 3 * problem.load.context_tokens
@@ -105,7 +105,7 @@ def test_the_planner_uses_what_was_measured() -> None:
 
 def test_what_a_cycle_takes_besides_counts_once_a_cycle() -> None:
     """However many stages there are, tokens go through the head once."""
-    goal = Goal(Workload(64, 64), limits=Limits(max_batch=16))
+    goal = Goal(Workload(64, 64), limits=EngineLimits(max_batch=16))
     head = [*rows(), Row("head", 30, 8, 0, 6e-3)]
     plain, served = (
         Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})

@@ -15,8 +15,8 @@ from flexslurm.planner.hashing import inputs_hash
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.published import config_of
-from flexslurm.planner.table import Entry, GearTable, Header, TablePipeline, encode
-from flexslurm.planner.tabulate import Pilots, make_table, pilots_of
+from flexslurm.planner.table import GearTable, Header, TableEntry, TablePipeline, encode
+from flexslurm.planner.tabulate import PilotKind, make_table, pilots_of
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Slo, Workload
 
@@ -88,7 +88,7 @@ def test_beyond_the_pool_the_best_dominated_gear_is_given_at_once(data: bytes) -
 def test_a_table_of_pilots_has_only_their_multiples() -> None:
     """Pilots of two nodes: the best dominated gear of three nodes is that of two."""
     pool = Signature.parse("l4:2x4")
-    pilots = (Pilots(Signature.parse("l4:2x2"), 2),)
+    pilots = (PilotKind(Signature.parse("l4:2x2"), 2),)
     table = GearTable(make_table(planner(pool), pilots))
     assert [str(s) for s in table.signatures()] == ["", "l4:2x2", "l4:2x4"]
     assert table.gear(Signature.parse("l4:2x3")) is None
@@ -147,7 +147,7 @@ def test_a_hundred_thousand_signatures_load_and_answer_quickly(tmp_path: Path) -
     pool = Signature.parse("a:4x16,b:2x20,c:1x279")
     stages = tuple(Stage("a", 2, 8 * i, 8 * i + 8, 100, 0) for i in range(4))
     pipeline = TablePipeline(stages, 64, 4096, 100, 10.0, 0.1, 0.02, 3.0, (1, 2, 3, 4))
-    entry = Entry(((0, 4),), tuple(range(16)), 0, 0.0)
+    entry = TableEntry(((0, 4),), tuple(range(16)), 0, 0.0)
     shapes = (Shape("a", 4), Shape("b", 2), Shape("c", 1))
     every = itertools.product(range(17), range(21), range(280))
     entries = {

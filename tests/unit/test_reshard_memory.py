@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine import footprint
-from flexslurm.engine.memory_plan import Verdict, memory_plan, size
+from flexslurm.engine.memory_plan import MemoryVerdict, memory_plan, size
 from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
-from flexslurm.engine.reshard import Link
+from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, plan_shift
 from flexslurm.planner.topology import Topology
@@ -81,7 +81,7 @@ def test_a_cut_that_moves_by_one_layer_takes_one_layer() -> None:
     # 3 heads and one layer more, for two full blocks; what stays is shared.
     assert (first.new_pages, second.new_pages) == (2 * 3 * shards.page_bytes, 0)
     assert first.pages_after == 4 * 3 * 2 * shards.page_bytes
-    assert plan.verdict is Verdict.BESIDE
+    assert plan.verdict is MemoryVerdict.BESIDE
     assert plan.short_bytes == plan.parked_bytes == 0
     assert re.fullmatch(r"both gears fit: at least [\d.]+ MiB stay free on every GPU", plan.why)
 
@@ -126,10 +126,10 @@ def test_what_does_not_fit_beside_is_said_to_the_byte() -> None:
     old, new, arenas = one_gpu(1 << 30, lo=5)
     most = memory_plan(shards, old, new, {}, [live(9)], {"s": 0}, arenas).of("a/0").most
     fits = memory_plan(shards, old, new, {}, [live(9)], {"s": 0}, {"a/0": most, "b/0": most})
-    assert fits.verdict is Verdict.BESIDE
+    assert fits.verdict is MemoryVerdict.BESIDE
     tight = {"a/0": most - 10, "b/0": most}
     short = memory_plan(shards, old, new, {}, [live(9)], {"s": 0}, tight)
-    assert short.verdict is Verdict.STOP
+    assert short.verdict is MemoryVerdict.STOP
     assert short.short_bytes == 10
     assert short.why.endswith(": 10 B are short")
     assert short.weights_fit, "only pages are too many"
@@ -186,10 +186,10 @@ def test_the_plan_of_a_shift_adds_up() -> None:
     plan = plan_shift(shards, facts())
     weights, kv = plan.totals["weights"], plan.totals["kv"]
     half = sum(piece.nbytes for piece in shards.pieces(Holding(3, 6, 1, 0)))
-    assert weights[Link.NETWORK] == half
-    assert weights[Link.CHECKPOINT] == weights[Link.NODE] == 0
-    assert kv[Link.NETWORK] == kv[Link.HELD] == 6 * 9 * shards.page_bytes
-    assert plan.transfer_s == pytest.approx((half + kv[Link.NETWORK]) / 600.0)
+    assert weights[LinkKind.NETWORK] == half
+    assert weights[LinkKind.CHECKPOINT] == weights[LinkKind.NODE] == 0
+    assert kv[LinkKind.NETWORK] == kv[LinkKind.HELD] == 6 * 9 * shards.page_bytes
+    assert plan.transfer_s == pytest.approx((half + kv[LinkKind.NETWORK]) / 600.0)
     last = 2 * 9 * shards.page_bytes / 1000.0
     assert plan.pause_s == pytest.approx(last + 3 * 0.05)
     text = "\n".join(plan.lines())
@@ -214,8 +214,8 @@ def test_a_lost_member_means_recompute_and_is_no_source() -> None:
     assert plan.recomputed == ("x", "y")
     assert plan.routes.to == {}
     assert "a/1" not in {flow.source for flow in plan.weights}
-    assert plan.totals["weights"][Link.CHECKPOINT] > 0
-    assert plan.totals["weights"][Link.NETWORK] == 0
+    assert plan.totals["weights"][LinkKind.CHECKPOINT] > 0
+    assert plan.totals["weights"][LinkKind.NETWORK] == 0
 
 
 def test_with_a_deadline_the_longest_sequence_goes_first() -> None:
@@ -231,12 +231,12 @@ def test_the_rates_of_a_site_are_those_of_its_slowest_gpus() -> None:
     topology = Topology.from_catalogue(("a100-80", "l4"))
     rates = LinkRates.of(topology, ["a100-80", "l4", "l4"], limit_mbps=250)
     slow = topology.gpu("l4")
-    assert rates.rate(Link.CHECKPOINT) == slow.storage_bandwidth
+    assert rates.rate(LinkKind.CHECKPOINT) == slow.storage_bandwidth
     assert rates.node == slow.link.bandwidth
-    assert rates.rate(Link.NETWORK) == 250e6
+    assert rates.rate(LinkKind.NETWORK) == 250e6
     free = LinkRates.of(topology, ["a100-80"])
-    assert free.rate(Link.NETWORK) == pytest.approx(0.6 * topology.node_link.bandwidth)
-    assert free.rate(Link.NETWORK, paced=False) == topology.node_link.bandwidth
+    assert free.rate(LinkKind.NETWORK) == pytest.approx(0.6 * topology.node_link.bandwidth)
+    assert free.rate(LinkKind.NETWORK, paced=False) == topology.node_link.bandwidth
 
 
 def test_receivers_do_not_crowd_on_one_source() -> None:
@@ -266,7 +266,7 @@ def test_while_a_gear_serves_beside_most_of_its_throughput_is_left() -> None:
     assert any("serving stops" in line for line in tight.lines())
     # The old gear is retired first: nobody is left to give weights.
     assert tight.holders == ()
-    assert tight.totals["weights"][Link.CHECKPOINT] == sum(tight.totals["weights"].values())
+    assert tight.totals["weights"][LinkKind.CHECKPOINT] == sum(tight.totals["weights"].values())
     assert len(beside.holders) == 2
 
 

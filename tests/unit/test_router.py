@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from flexslurm.errors import ContextTooLong, Overloaded
-from flexslurm.gateway.router import RAMP, ReplicaLoad, Verdict, check_context, check_queue, choose
+from flexslurm.gateway.router import (
+    RAMP,
+    ReplicaLoad,
+    RoutingVerdict,
+    check_context,
+    check_queue,
+    choose,
+)
 
 
 def load(replica: int = 0, **changes: Any) -> ReplicaLoad:
@@ -27,7 +34,7 @@ def load(replica: int = 0, **changes: Any) -> ReplicaLoad:
 
 def test_the_only_replica_takes_it() -> None:
     placement = choose([load()], 10, 20)
-    assert (placement.verdict, placement.replica) == (Verdict.PLACED, 0)
+    assert (placement.verdict, placement.replica) == (RoutingVerdict.PLACED, 0)
     assert placement.reason == "the only replica"
 
 
@@ -65,7 +72,7 @@ def test_a_few_queue_and_the_others_are_held() -> None:
     assert placement.replica == 0
     assert "room in its queue, 1 wait there" in placement.reason
     held = choose([load(0, running=16, waiting=2), load(1, running=16, waiting=2)], 10, 20)
-    assert (held.verdict, held.replica) == (Verdict.HELD, None)
+    assert (held.verdict, held.replica) == (RoutingVerdict.HELD, None)
     assert held.reason == "no room in the batches and queues of replicas 0, 1"
 
 
@@ -89,9 +96,9 @@ def test_one_that_may_outgrow_all_goes_to_the_largest_with_a_cap() -> None:
 
 def test_one_that_is_as_long_as_the_largest_is_unfit() -> None:
     placement = choose([load(0, max_context=100), load(1, max_context=200)], 200, 201)
-    assert (placement.verdict, placement.replica) == (Verdict.UNFIT, None)
+    assert (placement.verdict, placement.replica) == (RoutingVerdict.UNFIT, None)
     assert placement.reason == "it has 200 tokens of at most 200"
-    assert choose([], 1, 1).verdict is Verdict.UNFIT
+    assert choose([], 1, 1).verdict is RoutingVerdict.UNFIT
 
 
 @pytest.mark.parametrize("ramp", RAMP)
@@ -113,7 +120,7 @@ def test_a_ramped_replica_takes_no_more_when_the_others_are_full() -> None:
     new = load(1, running=3, ramp=0.2)
     full = load(0, running=16, waiting=2)
     placement = choose([full, new], 1, 2)
-    assert placement.verdict is Verdict.HELD
+    assert placement.verdict is RoutingVerdict.HELD
 
 
 def test_check_context_says_the_limit() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from flexslurm.errors import SlurmError
 from flexslurm.messages import NotifyAsk
-from flexslurm.slurm.notices import Gone, HookEvent, Leaving, LookNow, PilotAt, meaning
+from flexslurm.slurm.notices import HookEvent, Leaving, LookNow, PilotAt, PilotLost, meaning
 
 PILOTS = [
     PilotAt("a-1", "7", ("n1", "n2"), warning_s=20.0, restarts=2),
@@ -27,18 +27,18 @@ def test_a_leaving_job_has_the_deadline_it_was_given_or_its_partitions() -> None
 
 def test_an_ended_job_is_gone_and_says_why() -> None:
     assert told("job-end", job_id="8;cluster", reason="exit 143") == [
-        Gone("a-2", "job-end (epilog): exit 143")
+        PilotLost("a-2", "job-end (epilog): exit 143")
     ]
 
 
 def test_an_earlier_run_of_a_job_means_nothing() -> None:
     assert told("job-end", job_id="7", restarts=1) == []
-    assert told("job-end", job_id="7", restarts=2) == [Gone("a-1", "job-end (epilog)")]
+    assert told("job-end", job_id="7", restarts=2) == [PilotLost("a-1", "job-end (epilog)")]
 
 
 def test_a_node_takes_its_pilots_along() -> None:
     assert told("node-down", nodes=("n2", "n3")) == [
-        Gone("a-1", "node-down (epilog)"), Gone("a-2", "node-down (epilog)")
+        PilotLost("a-1", "node-down (epilog)"), PilotLost("a-2", "node-down (epilog)")
     ]  # fmt: skip
     assert told("node-drain", nodes=("n2",)) == [LookNow("node-drain (epilog)")]
 

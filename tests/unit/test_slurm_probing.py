@@ -11,7 +11,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.site import Site
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, SlurmError
 from flexslurm.slurm import probing
-from flexslurm.slurm.link_probe import Answer, Timing, pairs_of
+from flexslurm.slurm.link_probe import ProbeResult, Timing, pairs_of
 from flexslurm.slurm.probing import ProbeOptions, choose_mpi, srun_options
 from flexslurm.slurm.times import format_duration
 
@@ -55,7 +55,7 @@ def test_all_pairs_or_a_sample_with_every_rank() -> None:
     assert sample == pairs_of(40, 64)
 
 
-def answer_of(code: str, timeout_s: float = 20.0) -> tuple[Answer, list[str]]:
+def answer_of(code: str, timeout_s: float = 20.0) -> tuple[ProbeResult, list[str]]:
     said: list[str] = []
     argv = [sys.executable, "-c", code]
     return probing._answer(argv, {}, timeout_s, said.append), said
@@ -64,7 +64,7 @@ def answer_of(code: str, timeout_s: float = 20.0) -> tuple[Answer, list[str]]:
 def test_the_answer_is_read_and_progress_said() -> None:
     import msgspec
 
-    wanted = Answer("MPICH", 2, (Timing("a", "b", 1, 1e-6),))
+    wanted = ProbeResult("MPICH", 2, (Timing("a", "b", 1, 1e-6),))
     line = msgspec.json.encode(wanted).decode()
     code = f"import time; print('\"half\"', flush=True); time.sleep(0.5); print({line!r})"
     found, said = answer_of(code)

@@ -6,33 +6,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.slurm.reasons import Verdict, explain, is_held, refusal
+from flexslurm.slurm.reasons import PendingVerdict, explain, is_held, refusal
 
 
 @pytest.mark.parametrize(
     ("code", "verdict", "words"),
     [
-        ("(Resources)", Verdict.WAITS, "waits for nodes"),
-        ("Priority", Verdict.WAITS, "other jobs come first"),
-        ("BadConstraints", Verdict.NEVER, "gpu_type"),
-        ("PartitionTimeLimit", Verdict.NEVER, "shorter 'walltime'"),
-        ("QOSMaxGRESPerUser", Verdict.WAITS, "of the QOS is reached: GPUs of each user"),
-        ("AssocGrpCpuLimit", Verdict.WAITS, "of the account is reached: CPUs of everybody in it"),
-        ("AssocGrpCPUMinutesLimit", Verdict.WAITS, "minutes of CPUs of everybody"),
-        ("QOSMaxWallDurationPerJobLimit", Verdict.NEVER, "walltime of each job"),
-        ("MaxGRESPerAccount", Verdict.WAITS, "GPUs of each account"),
-        ("QOSMinGRES", Verdict.NEVER, "least GPUs"),
-        ("QOSMaxJobsPerUserLimit", Verdict.WAITS, "running jobs of each user"),
-        ("QOSSomethingNew", Verdict.WAITS, "(QOSSomethingNew)"),
-        ("JobHoldMaxRequeue", Verdict.HELD, "scontrol release"),
-        ("JobHeldUser", Verdict.HELD, "release it"),
-        ("JobHeldByTheMoon", Verdict.HELD, "JobHeldByTheMoon"),
-        ("SomethingSlurmLearntLater", Verdict.UNKNOWN, "SomethingSlurmLearntLater"),
-        ("ReqNodeNotAvail,_UnavailableNodes:gpu003", Verdict.WAITS, "UnavailableNodes: gpu003"),
-        ("None", Verdict.UNKNOWN, ""),
+        ("(Resources)", PendingVerdict.WAITS, "waits for nodes"),
+        ("Priority", PendingVerdict.WAITS, "other jobs come first"),
+        ("BadConstraints", PendingVerdict.NEVER, "gpu_type"),
+        ("PartitionTimeLimit", PendingVerdict.NEVER, "shorter 'walltime'"),
+        ("QOSMaxGRESPerUser", PendingVerdict.WAITS, "of the QOS is reached: GPUs of each user"),
+        (
+            "AssocGrpCpuLimit",
+            PendingVerdict.WAITS,
+            "of the account is reached: CPUs of everybody in it",
+        ),
+        ("AssocGrpCPUMinutesLimit", PendingVerdict.WAITS, "minutes of CPUs of everybody"),
+        ("QOSMaxWallDurationPerJobLimit", PendingVerdict.NEVER, "walltime of each job"),
+        ("MaxGRESPerAccount", PendingVerdict.WAITS, "GPUs of each account"),
+        ("QOSMinGRES", PendingVerdict.NEVER, "least GPUs"),
+        ("QOSMaxJobsPerUserLimit", PendingVerdict.WAITS, "running jobs of each user"),
+        ("QOSSomethingNew", PendingVerdict.WAITS, "(QOSSomethingNew)"),
+        ("JobHoldMaxRequeue", PendingVerdict.HELD, "scontrol release"),
+        ("JobHeldUser", PendingVerdict.HELD, "release it"),
+        ("JobHeldByTheMoon", PendingVerdict.HELD, "JobHeldByTheMoon"),
+        ("SomethingSlurmLearntLater", PendingVerdict.UNKNOWN, "SomethingSlurmLearntLater"),
+        (
+            "ReqNodeNotAvail,_UnavailableNodes:gpu003",
+            PendingVerdict.WAITS,
+            "UnavailableNodes: gpu003",
+        ),
+        ("None", PendingVerdict.UNKNOWN, ""),
     ],
 )
-def test_reasons_in_words(code: str, verdict: Verdict, words: str) -> None:
+def test_reasons_in_words(code: str, verdict: PendingVerdict, words: str) -> None:
     found = explain(code)
     assert found.verdict is verdict
     assert words in found.sentence
@@ -45,7 +53,7 @@ def test_every_reason_has_an_answer_and_none_is_lost(code: str) -> None:
     bare = word[1:-1] if word.startswith("(") and word.endswith(")") else word
     nothing = bare.lower() in ("", "none", "null", "n/a")
     assert bool(found.sentence.strip()) == (not nothing and bool(bare.strip()))
-    assert is_held(code) == (found.verdict is Verdict.HELD)
+    assert is_held(code) == (found.verdict is PendingVerdict.HELD)
 
 
 @pytest.mark.parametrize(

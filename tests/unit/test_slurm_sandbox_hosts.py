@@ -14,7 +14,7 @@ from flexslurm.slurm import sandbox_accounting, sandbox_host, sandbox_network
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.slurm.sandbox_daemons import Daemons
 from flexslurm.slurm.sandbox_files import Layout, slurm_conf
-from flexslurm.slurm.sandbox_network import Network
+from flexslurm.slurm.sandbox_network import SandboxNetwork
 from flexslurm.slurm.sandbox_site import site_yaml
 
 QOS = """\
@@ -36,11 +36,13 @@ def config() -> SandboxConfig:
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Network:
-    return Network(tmp_path, "10.201.3", ("a1", "a2"))
+def network(tmp_path: Path) -> SandboxNetwork:
+    return SandboxNetwork(tmp_path, "10.201.3", ("a1", "a2"))
 
 
-def test_each_host_has_its_address(config: SandboxConfig, network: Network, tmp_path: Path) -> None:
+def test_each_host_has_its_address(
+    config: SandboxConfig, network: SandboxNetwork, tmp_path: Path
+) -> None:
     layout = Layout(tmp_path, tmp_path / "run")
     text = slurm_conf(config, layout, PORTS, "box", "root", network)
     assert "SlurmctldHost=box(10.201.3.1)" in text
@@ -52,7 +54,7 @@ def test_each_host_has_its_address(config: SandboxConfig, network: Network, tmp_
 
 
 def test_names_fit_the_kernel_and_are_the_directory_s(tmp_path: Path) -> None:
-    one, two = (Network(tmp_path / n, "10.1.1", ("a1",) * 240) for n in ("one", "two"))
+    one, two = (SandboxNetwork(tmp_path / n, "10.1.1", ("a1",) * 240) for n in ("one", "two"))
     names = {network._link("a1") for network in (one, two)}
     assert len(names) == 2 and all(len(name) + len("39") <= 15 for name in names)
     with pytest.raises(EnvironmentFault, match="no node 'x'"):

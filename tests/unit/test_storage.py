@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from flexslurm.control.directory_probe import TOKEN_NAME, probe_directory
-from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, Seat
+from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, SeatedWorker
 from flexslurm.control.members import GpuAt
 from flexslurm.engine.load import RunningKv
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
-from flexslurm.head.keeper import Keeper
+from flexslurm.head.keeper import CheckpointWriter
 from flexslurm.head.light_checkpoint import take_checkpoint, weights_version
 from flexslurm.head.storage import Storage
 from flexslurm.messages import DirectoryProbed
@@ -27,7 +27,8 @@ def gear_in_place() -> InstalledGear:
     stages = (Stage("a100", 2, 0, 4, 8, 0), Stage("a100", 1, 4, 6, 8, 1))
     replica = Replica(stages, 4, 16, 64)
     seats = tuple(
-        Seat(GpuAt(f"a{n // 2}", n % 2), f"w{n}", f"node{n // 2}", "10.0.0.1", 1) for n in range(3)
+        SeatedWorker(GpuAt(f"a{n // 2}", n % 2), f"w{n}", f"node{n // 2}", "10.0.0.1", 1)
+        for n in range(3)
     )
     gear = Gear("g", Signature(), 16, (replica,), Estimates(1, 1, 1, 1, 1))
     return InstalledGear(gear, {0: InstalledReplica(KEY, replica, seats)})
@@ -141,7 +142,7 @@ def test_the_keeper_writes_the_last_one_and_says_what_it_cannot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path, "demo")
-    keeper = Keeper(storage, "h-1", str(tmp_path))
+    keeper = CheckpointWriter(storage, "h-1", str(tmp_path))
     assert keeper.begin() is None
 
     async def notes() -> None:
@@ -162,7 +163,7 @@ def test_the_keeper_writes_the_last_one_and_says_what_it_cannot(
 
 def test_a_new_head_journals_what_it_found(tmp_path: Path) -> None:
     begun(tmp_path).save(checkpoint(7))
-    keeper = Keeper(Storage(tmp_path, "demo"), "h-2", str(tmp_path))
+    keeper = CheckpointWriter(Storage(tmp_path, "demo"), "h-2", str(tmp_path))
     record = keeper.begin()
     assert record is not None
     assert (record["event"], record["epoch"], record["sequences"]) == ("found", 7, 1)
@@ -171,7 +172,7 @@ def test_a_new_head_journals_what_it_found(tmp_path: Path) -> None:
 
 
 def test_without_a_directory_nothing_is_kept() -> None:
-    keeper = Keeper(None, "h-1", "/model")
+    keeper = CheckpointWriter(None, "h-1", "/model")
     assert keeper.begin() is None and keeper.ask("a", ["a"]) is None
     keeper.note(1, gear_in_place(), RUNNING)
     assert keeper.take(DirectoryProbed(incarnation="a", path="/x")), "it is nobody else's"

@@ -15,7 +15,7 @@ import pytest
 from fake_replica import FakeGear, make_replica, make_request, undisturbed
 
 from flexslurm.gateway import streaming
-from flexslurm.gateway.choice import Choice, EndRules, Piece
+from flexslurm.gateway.choice import Choice, ChoiceDelta, EndRules
 from flexslurm.gateway.responses import PING
 from flexslurm.gateway.streaming import Answer, Lifecycle, Session
 from flexslurm.head.ledger import Ledger, LedgerSettings
@@ -37,7 +37,7 @@ class Letters:
 class Plain:
     """A form of answers that is only its text."""
 
-    def chunk(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
+    def chunk(self, choice: Choice, piece: ChoiceDelta, choices: Sequence[Choice]) -> bytes:
         return piece.text.encode()
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
