@@ -76,11 +76,11 @@ class Port:
         self._stream: Any = None
         self._buffer: torch.Tensor | None = None
 
-    def out(self, runs: Runs) -> Views:
-        """The bytes of these ranges, at most a chunk's."""
+    def out(self, runs: Runs, before: int = 0) -> Views:
+        """The bytes of these ranges; with the `before` that are lent already, at most a chunk."""
         if self._memory is not None:
             return [self._memory[start:stop] for start, stop in runs]
-        buffer, at = self._staging(), 0
+        buffer, at = self._staging(), before
         with torch.cuda.stream(self._stream):
             # What steps have written so far is on the default stream.
             self._stream.wait_stream(torch.cuda.default_stream(self._arena.device))
@@ -89,7 +89,7 @@ class Port:
                 there.copy_(self._arena.data[start:stop], non_blocking=True)
                 at += stop - start
         self._stream.synchronize()
-        return [buffer.numpy().data[:at]]
+        return [buffer.numpy().data[before:at]]
 
     def into(self, runs: Runs) -> Landing:
         """Buffers for these ranges, at most a chunk's."""

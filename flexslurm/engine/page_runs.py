@@ -1,4 +1,8 @@
-"""KV pages of some blocks of a table as one run of bytes, to be sent or filled."""
+"""KV pages of some blocks of a table as one run of bytes, to be sent or filled.
+
+On CPU pages that are scattered over the arena are gathered first: one buffer takes a checksum and a
+call to the system once, where each of many would take the interpreter from the serving thread.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.byte_runs import Landing, Port, Runs
 from flexslurm.engine.kv_store import NOWHERE, KvStore
 from flexslurm.engine.page_pool import Cells
 from flexslurm.engine.transfer_wire import Views
+
+Pages = NDArray[np.uint8]
+"""`[pages, bytes of a page]`"""
+
+_FEW = 4
+"""So many ranges are taken as they are."""
 
 
 class PageBox:
@@ -29,13 +40,16 @@ class PageBox:
         self.total = len(blocks) * self.pages * self.page_bytes
         self.items = len(blocks)
         self._port = Port(arena)
+        self._buffer = np.empty((0, self.page_bytes), np.uint8)
 
     def item(self, number: int) -> tuple[int, int]:
         size = self.pages * self.page_bytes
         return number * size, (number + 1) * size
 
     def upto(self, lo: int, hi: int) -> int:
-        return hi
+        """A piece ends with a page, where it has room for one."""
+        whole = hi // self.page_bytes * self.page_bytes
+        return whole if whole > lo else hi
 
     def _cells(self, lo: int, hi: int) -> tuple[Cells, Cells]:
         """The blocks and the cells of the pages that the bytes `[lo, hi)` lie in."""
@@ -63,6 +77,20 @@ class PageBox:
         runs[-1] = runs[-1][0], runs[-1][1] - tail
         return runs
 
+    def _scattered(self, runs: Runs) -> bool:
+        return self._arena.device.type == "cpu" and len(runs) > _FEW
+
+    def _pages(self) -> Pages:
+        """All pages of the arena; on CPU."""
+        found: Pages = self._arena.page_rows().numpy()
+        return found
+
+    def _staging(self, count: int) -> Pages:
+        """Room for so many pages, the same each time."""
+        if len(self._buffer) < count:
+            self._buffer = np.empty((count, self.page_bytes), np.uint8)
+        return self._buffer[:count]
+
 
 class PageSource(PageBox):
     """Blocks that are sent."""
@@ -86,10 +114,27 @@ class PageSource(PageBox):
             yield None
             return
         try:
-            yield self._port.out(runs)
+            yield [self._gathered(cells, lo, hi)] if self._scattered(runs) else self._port.out(runs)
         finally:
             with self._arena.lock:
                 pool.unpin(cells)
+
+    def _gathered(self, cells: Cells, lo: int, hi: int) -> memoryview:
+        buffer = self._staging(len(cells))
+        np.take(self._pages(), cells, axis=0, out=buffer, mode="clip")
+        head = lo % self.page_bytes
+        return buffer.reshape(-1).data[head : head + hi - lo]
+
+
+class _Scattering(Landing):
+    """Whole pages that come into a buffer, and go to their cells when they are right."""
+
+    def __init__(self, pages: Pages, cells: Cells, buffer: Pages) -> None:
+        super().__init__([buffer.reshape(-1).data])
+        self._pages, self._cells, self._buffer = pages, cells, buffer
+
+    def keep(self) -> None:
+        self._pages[self._cells] = self._buffer
 
 
 class PageSink(PageBox):
@@ -116,8 +161,12 @@ class PageSink(PageBox):
         if not now or pool is None:
             yield Landing([memoryview(bytearray(hi - lo))])
             return
+        whole = lo % self.page_bytes == hi % self.page_bytes == 0
         try:
-            yield self._port.into(runs)
+            if whole and self._scattered(runs):
+                yield _Scattering(self._pages(), cells, self._staging(len(cells)))
+            else:
+                yield self._port.into(runs)
         finally:
             with self._arena.lock:
                 pool.unpin(cells)

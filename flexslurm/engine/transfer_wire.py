@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -34,11 +34,14 @@ MAX_FRAME_BYTES = 16 << 20
 IO_TIMEOUT_S = 10.0
 """A peer that neither takes nor gives anything for so long is gone."""
 HANDSHAKE_S = 5.0
-_MAX_VIEWS = 512
+MAX_VIEWS = 512
+"""Buffers of one call to the system."""
 _NONCE_BYTES = 32
 _CODE_BYTES = 16
 _FRAME = struct.Struct("!I")
 _CHUNK = struct.Struct("!BQII")
+_TIMEVAL = struct.Struct("@ll")
+"""The system's `struct timeval`."""
 
 Views = list[memoryview]
 Ranges = tuple[tuple[int, int], ...]
@@ -171,7 +174,10 @@ class Channel:
 
     @classmethod
     def _opened(cls, sock: socket.socket, key: bytes, *nonces: bytes) -> Channel:
-        sock.settimeout(IO_TIMEOUT_S)
+        # The system keeps the time: so a chunk is one call, and the interpreter is let go of once.
+        sock.settimeout(None)
+        _be_patient(sock, socket.SO_RCVTIMEO, IO_TIMEOUT_S)
+        _be_patient(sock, socket.SO_SNDTIMEO, IO_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(sock, _proof(key, b"session", *nonces))
 
@@ -182,13 +188,13 @@ class Channel:
         assert len(body) <= MAX_FRAME_BYTES, f"a message of {len(body)} bytes"
         code = self._code(self._sent, body)
         self._sent += 1
-        self._sock.sendall(_FRAME.pack(len(body)) + code + body)
+        self._send_all([memoryview(_FRAME.pack(len(body)) + code + body)])
 
     def ask(self, idle_s: float) -> AskPages | AskWeights:
         """The next thing the client asks for, waited for as long as `idle_s`."""
-        self._sock.settimeout(idle_s)
+        _be_patient(self._sock, socket.SO_RCVTIMEO, idle_s)
         head = _receive(self._sock, _FRAME.size)
-        self._sock.settimeout(IO_TIMEOUT_S)
+        _be_patient(self._sock, socket.SO_RCVTIMEO, IO_TIMEOUT_S)
         return self._decoded(head, _ask)
 
     def answer(self) -> Offer | Refusal:
@@ -220,12 +226,12 @@ class Channel:
         self._send_all([memoryview(_CHUNK.pack(_Kind.DATA, offset, nbytes, crc)), *views])
 
     def send_end(self) -> None:
-        self._sock.sendall(_CHUNK.pack(_Kind.END, 0, 0, 0))
+        self._send_all([memoryview(_CHUNK.pack(_Kind.END, 0, 0, 0))])
 
     def send_refusal(self, reason: str) -> None:
         """In place of a chunk: what was offered cannot be given any more."""
         body = reason.encode()[:1000]
-        self._sock.sendall(_CHUNK.pack(_Kind.REFUSAL, 0, len(body), 0) + body)
+        self._send_all([memoryview(_CHUNK.pack(_Kind.REFUSAL, 0, len(body), 0) + body)])
 
     def chunk(self) -> Frame | None:
         """The head of the next chunk, or None at the end; `take` must follow.
@@ -248,7 +254,8 @@ class Channel:
         """Receive a chunk's bytes."""
         left = views
         while left:
-            count = self._sock.recvmsg_into(left[:_MAX_VIEWS])[0]
+            with _in_time():
+                count = self._sock.recvmsg_into(left[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
             if count == 0:
                 raise ConnectionResetError("the source has closed the connection")
             left = _rest(left, count)
@@ -256,7 +263,9 @@ class Channel:
     def _send_all(self, views: Views) -> None:
         left = views
         while left:
-            left = _rest(left, self._sock.sendmsg(left[:_MAX_VIEWS]))
+            with _in_time():
+                count = self._sock.sendmsg(left[:MAX_VIEWS])
+            left = _rest(left, count)
 
     # -------------------------------------------------------------------------------- end
 
@@ -285,11 +294,27 @@ def _receive(sock: socket.socket, count: int, end: float | None = None) -> bytes
     while at < count:
         if end is not None:
             sock.settimeout(max(end - time.monotonic(), 0.001))
-        more = sock.recv_into(view[at:])
+        with _in_time():
+            more = sock.recv_into(view[at:], 0, socket.MSG_WAITALL)
         if more == 0:
             raise ConnectionResetError("the peer has closed the connection")
         at += more
     return bytes(found)
+
+
+def _be_patient(sock: socket.socket, side: int, seconds: float) -> None:
+    """How long one call to the system may wait for the peer."""
+    whole = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, side, _TIMEVAL.pack(whole, int((seconds - whole) * 1e6)))
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    """What the system says when the time was up, as Python says it."""
+    try:
+        yield
+    except BlockingIOError:
+        raise TimeoutError("the peer neither takes nor gives anything") from None
 
 
 def _rest(views: Views, done: int) -> Views:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
 
 from flexslurm.engine.arena import Arena
-from flexslurm.engine.byte_runs import Landing, Port
-from flexslurm.engine.transfer_wire import PieceRange, Views
+from flexslurm.engine.byte_runs import Landing, Port, Runs
+from flexslurm.engine.transfer_wire import MAX_VIEWS, PieceRange, Views
 from flexslurm.engine.weight_store import Segment
 
 Lent = tuple[Segment, torch.Tensor] | None
+
+_MOST_PIECES = MAX_VIEWS // 2
+"""Of one chunk: many are small, and a chunk costs much the same whatever its size."""
 
 
 class WeightRun:
@@ -30,8 +33,17 @@ class WeightRun:
         return self._starts[number], self._starts[number + 1]
 
     def upto(self, lo: int, hi: int) -> int:
-        """A chunk is of one piece."""
-        return min(hi, self.item(self._at(lo))[1])
+        """A chunk has parts of so many pieces at most."""
+        return min(hi, self._starts[min(self._at(lo) + _MOST_PIECES, self.items)])
+
+    def _parts(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+        """Of the pieces that the bytes `[lo, hi)` lie in: the number, and the bytes within it."""
+        at = lo
+        while at < hi:
+            number = self._at(at)
+            start, stop = self.item(number)
+            yield number, at - start, min(stop, hi) - start
+            at = min(stop, hi)
 
     def _at(self, lo: int) -> int:
         return int(np.searchsorted(self._starts, lo, side="right")) - 1
@@ -68,18 +80,30 @@ class WeightSource(WeightRun):
 
     @contextmanager
     def lend(self, lo: int, hi: int) -> Iterator[Views | None]:
-        number = self._at(lo)
-        piece, start = self.pieces[number], self.item(number)[0]
-        with self._lent(piece) as found:
-            if found is None:
-                yield None
-                return
-            segment, _ = found
-            if segment.dim == piece.dim:
-                first = segment.extent.data_start + segment.offsets(piece.lo, piece.hi)[0]
-                yield self._port.out([(first + lo - start, first + hi - start)])
-            else:
-                yield [self._gathered(found, piece, lo - start, hi - start)]
+        views: Views = []
+        runs: Runs = []
+        with ExitStack() as stack:
+            for number, first, last in self._parts(lo, hi):
+                piece = self.pieces[number]
+                found = stack.enter_context(self._lent(piece))
+                if found is None:
+                    yield None
+                    return
+                segment, _ = found
+                if segment.dim == piece.dim:
+                    start = segment.extent.data_start + segment.offsets(piece.lo, piece.hi)[0]
+                    runs.append((start + first, start + last))
+                    continue
+                self._put_out(runs, views)
+                views.append(self._gathered(found, piece, first, last))
+            self._put_out(runs, views)
+            yield views
+
+    def _put_out(self, runs: Runs, views: Views) -> None:
+        """Add the bytes of these ranges to the views."""
+        if runs:
+            views += self._port.out(runs, before=sum(view.nbytes for view in views))
+            runs.clear()
 
     def _gathered(
         self, found: tuple[Segment, torch.Tensor], piece: PieceRange, lo: int, hi: int
@@ -107,12 +131,8 @@ class WeightSink(WeightRun):
         self._port = Port(arena)
 
     def into(self, lo: int, hi: int) -> AbstractContextManager[Landing]:
-        runs, at = [], lo
-        while at < hi:
-            number = self._at(at)
-            start, stop = self.item(number)
-            end = min(stop, hi)
-            first = self._places[number] - start
-            runs.append((first + at, first + end))
-            at = end
+        runs = [
+            (self._places[number] + first, self._places[number] + last)
+            for number, first, last in self._parts(lo, hi)
+        ]
         return nullcontext(self._port.into(runs))
