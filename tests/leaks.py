@@ -70,7 +70,7 @@ def _new(before: Snapshot, after: Snapshot) -> list[str]:
     lines += [f"thread {name}" for _, name in after.threads - before.threads]
     lines += [f"descriptor {fd}: {what}" for fd, what in after.descriptors - before.descriptors]
     shm = after.shared_memory - before.shared_memory
-    lines += [f"shared memory {name}" for name in shm if not _held_by_others(name)]
+    lines += [f"shared memory {name}" for name in shm if not held_by_others(name)]
     return sorted(lines)
 
 
@@ -108,7 +108,7 @@ def _descriptors() -> list[tuple[int, str]]:
     return found
 
 
-def _held_by_others(name: str) -> bool:
+def held_by_others(name: str) -> bool:
     """Whether a live process that is not of this session maps or holds a shared-memory file."""
     path = str(SHM / name)
     token = os.environ.get(TOKEN_VARIABLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import leaks
 import msgspec
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from flexslurm.engine import faults
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.messages import FragmentStatus, GpuStatus, ShiftAnswer, ShiftAsk, StatusAnswer
+from tests.service_census import Census, ports_left
 from tests.service_harness import Ask, RunningService, check, finish, running, some_asks
 
 BLOCK_TOKENS = 16
@@ -50,9 +53,17 @@ class Ground:
     """One running service, the file of its faults, and its undisturbed tokens."""
 
     def __init__(
-        self, service: RunningService, model: Path, file: Path, expected: list[list[int]], long: int
+        self,
+        service: RunningService,
+        model: Path,
+        file: Path,
+        expected: list[list[int]],
+        long: int,
+        before: leaks.Snapshot,
     ) -> None:
+        """`before`: what there was before the service."""
         self.service, self.expected, self.long = service, expected, long
+        self.census = Census(service, before)
         self._file, self._done = file, file.with_name(f"{file.name}.done")
         self._shards = ShardMap(check_model(model), "float64", BLOCK_TOKENS)
 
@@ -131,20 +142,26 @@ class Ground:
         status = self.service.until(lambda s: s.state == "serving")
         return [line for line in status.shifts if float(line["epoch"]) > before]
 
-    def mend(self, fragments: int) -> None:
+    def mend(self, fragments: int, timeout_s: float = 60.0) -> None:
         """Submit what ended again, and wait until all are there."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.submit_again()
+            status = self.service.until(lambda s: True)
+            if sum(_is_whole(f) for f in status.fragments) == fragments:
+                return
+            pilots = [(f.name, f.state, f.detail) for f in status.fragments]
+            assert time.monotonic() < deadline, f"not all pilots are back: {pilots}"
+            time.sleep(0.05)
+
+    def submit_again(self) -> None:
+        """Pilots whose jobs are over; one that Slurm has requeued comes back by itself."""
         pilots = self.service.directory.pilots()
         assert pilots is not None
-        live = [p.fragment for p in pilots.pilots if list(self._agents(p.fragment))]
+        states = self.service.submitter.states([p.job_id for p in pilots.pilots])
         for pilot in pilots.pilots:
-            if pilot.fragment not in live:
+            if states[pilot.job_id].state.over:
                 resubmit(self.service, pilot.fragment)
-        self.service.until(
-            lambda s: sum(_is_whole(f) for f in s.fragments) == fragments, timeout_s=60
-        )
-
-    def _agents(self, fragment: str) -> Iterator[int]:
-        return self.service.processes(f"--fragment {fragment}")
 
     def relaunch(self) -> None:
         """After the head's death."""
@@ -165,7 +182,10 @@ class Ground:
     # ------------------------------------------------------------------ what must hold
 
     def check_clean(self, timeout_s: float = 15.0) -> None:
-        """Nothing is left of any other epoch: no memory, no group, no port; or fail."""
+        """Nothing is left of any other epoch; or fail.
+
+        No memory, group, port, thread, descriptor, process or shared memory.
+        """
         deadline = time.monotonic() + timeout_s
         while (found := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -192,23 +212,8 @@ class Ground:
                     found.append(f"{name}: {gpu.used_bytes} bytes in use, not {wanted}")
                 if len(gpu.epochs) != (gpu.slot is not None):
                     found.append(f"{name}: it holds epochs {gpu.epochs}")
-                found += _ports_left(name, gpu.pid, grouped=gpus > 1)
-        return found
-
-
-def _ports_left(name: str, pid: int, *, grouped: bool) -> list[str]:
-    """A worker listens for data, in its own world, and in each group: of its stage, and between."""
-    if not pid:
-        return []
-    try:
-        connections = psutil.Process(pid).net_connections("tcp")
-    except psutil.Error as error:
-        return [f"{name}: {error}"]
-    listening = sum(c.status == psutil.CONN_LISTEN for c in connections)
-    most = 5 if grouped else 2
-    if listening > most:
-        return [f"{name}: {listening} listening ports, at most {most}"]
-    return []
+                found += ports_left(name, gpu.pid, grouped=gpus > 1)
+        return found or self.census.left(status) or self.census.too_much(status)
 
 
 def _is_whole(fragment: FragmentStatus) -> bool:
@@ -262,8 +267,9 @@ def ground(
     settings["keeping"] = {"enabled": False}  # what ends is submitted again by `mend`
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.VARIABLE, f"@{file}")
+        before = leaks.take(os.environ[leaks.TOKEN_VARIABLE])
         with running(home, settings, site) as service:
-            yield Ground(service, model, file, expected, long)
+            yield Ground(service, model, file, expected, long, before)
 
 
 def alive(pid: int) -> str:

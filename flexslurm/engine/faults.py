@@ -60,6 +60,8 @@ class Point(StrEnum):
     """The last blocks are there, and the new drivers are about to be opened."""
     CLOSE = "shift.close"
     """The new drivers serve, and the old epoch is about to be closed."""
+    CHECKPOINT = "checkpoint.write"
+    """The head is about to write what lives where after a shift."""
 
 
 class Deed(StrEnum):

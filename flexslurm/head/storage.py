@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 
 from flexslurm.control.directory_probe import TOKEN_NAME, write_and_read_back
+from flexslurm.engine import faults
+from flexslurm.engine.faults import Point
 from flexslurm.head.light_checkpoint import LightCheckpoint
 from flexslurm.messages import DirectoryProbed, ProbeDirectory
 from flexslurm.wire.files import write_atomically
@@ -96,6 +98,7 @@ class Storage:
 
     def save(self, checkpoint: LightCheckpoint) -> None:
         """Write it, whole or not at all, and drop the oldest. Blocks; raises OSError."""
+        faults.reach(Point.CHECKPOINT)
         data = msgspec.json.format(msgspec.json.encode(checkpoint))
         write_atomically(self.path / f"shift-{checkpoint.epoch}.json", data, mode=0o600)
         for _, path in self._checkpoints()[:-_KEPT]:

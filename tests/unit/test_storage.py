@@ -13,6 +13,7 @@ import pytest
 from flexslurm.control.directory_probe import TOKEN_NAME, probe_directory
 from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, SeatedWorker
 from flexslurm.control.members import GpuAt
+from flexslurm.engine import faults
 from flexslurm.engine.load import RunningKv
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
 from flexslurm.head.keeper import CheckpointWriter
@@ -159,6 +160,20 @@ def test_the_keeper_writes_the_last_one_and_says_what_it_cannot(
         asyncio.run(notes())
     assert "no light checkpoint of epoch 4" in caplog.text
     assert "epoch 1" not in caplog.text
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_draft(tmp_path: Path) -> None:
+    storage = begun(tmp_path)
+    storage.save(checkpoint(7))
+    before = sorted(storage.path.iterdir())
+    faults.arm("checkpoint.write:1:full")
+    try:
+        with pytest.raises(OSError, match="injected at checkpoint.write"):
+            storage.save(checkpoint(8))
+    finally:
+        faults.arm("")
+    assert sorted(storage.path.iterdir()) == before
+    assert storage.latest() == checkpoint(7)
 
 
 def test_a_new_head_journals_what_it_found(tmp_path: Path) -> None:
