@@ -51,8 +51,10 @@ class LoadJudge:
         """+1, 0 or -1 pilots, and why; after an answer that is not 0 the time counts anew."""
         settings = self._settings
         # one that has just come waits for the next step: that is no queue
-        high = load.waiting > load.seats // 8 or load.share >= settings.high
-        low = load.waiting == 0 and load.share <= settings.low
+        queue = load.waiting > load.seats // 8
+        high = queue or load.share >= settings.high
+        # what waits for GPUs to come is not idle
+        low = load.seats > 0 and not queue and load.share <= settings.low
         self._high_since = _since(self._high_since, now) if high else None
         self._low_since = _since(self._low_since, now) if low else None
         if self._high_since is not None and now - self._high_since >= settings.high_for_s:

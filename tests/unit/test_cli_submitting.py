@@ -275,7 +275,7 @@ def test_a_large_pool_is_no_burst(
 ) -> None:
     """The head submits the rest, one in two of the poller's calls."""
     pauses: list[float] = []
-    monkeypatch.setattr(submitting.time, "sleep", pauses.append)
+    monkeypatch.setattr("time.sleep", pauses.append)
     said: list[str] = []
     made = submitting.execute(plan_of(tmp_path, 100), said.append)
     assert len(made.pilots) == submitting.AT_ONCE and len(jobs.alive) == submitting.AT_ONCE + 1
@@ -287,9 +287,7 @@ def test_a_large_pool_that_no_head_keeps_is_submitted_slowly(
     tmp_path: Path, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[tuple[int, float]] = []
-    monkeypatch.setattr(
-        submitting.time, "sleep", lambda seconds: pauses.append((len(jobs.made), seconds))
-    )
+    monkeypatch.setattr("time.sleep", lambda seconds: pauses.append((len(jobs.made), seconds)))
     made = submitting.execute(plan_of(tmp_path, 19, "{enabled: false}"), silent)
     assert len(made.pilots) == 19
     assert pauses == [(submitting.AT_ONCE + n, 1.0) for n in range(3)]

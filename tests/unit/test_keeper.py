@@ -437,6 +437,18 @@ def test_a_short_peak_or_lull_changes_nothing(waiting: int) -> None:
     assert answers == {0}
 
 
+def test_requests_that_have_just_come_do_not_make_a_lull_a_load() -> None:
+    """Each waits for a moment, and a look may see it: with few in use that is a lull all the same."""
+    judge = LoadJudge(LoadSettings(low_for_s=60))
+    answers = [judge.take(float(s), ServiceLoad(1, s % 3 == 0, 16, 0.1))[0] for s in range(62)]
+    assert answers.index(-1) == 60
+
+
+def test_a_service_that_waits_for_gpus_lets_none_go() -> None:
+    judge = LoadJudge(LoadSettings(low_for_s=60))
+    assert {judge.take(float(s), ServiceLoad(0, 0, 0, 0.0))[0] for s in range(1000)} == {0}
+
+
 # ------------------------------------------------------------------------------- by hand
 
 
