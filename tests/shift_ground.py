@@ -143,11 +143,16 @@ class Ground:
         return [line for line in status.shifts if float(line["epoch"]) > before]
 
     def mend(self, fragments: int, timeout_s: float = 60.0) -> None:
-        """Submit what ended again, and wait until all are there."""
+        """Submit what ended again, and wait until all are there.
+
+        A pilot whose installs failed again and again is ended first, as an operator would.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             self.submit_again()
             status = self.service.until(lambda s: True)
+            faulty = [f.job_id for f in status.fragments if f.state == "faulty" and f.job_id]
+            self.service.submitter.cancel(faulty)
             if sum(_is_whole(f) for f in status.fragments) == fragments:
                 return
             pilots = [(f.name, f.state, f.detail) for f in status.fragments]

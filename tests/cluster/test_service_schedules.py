@@ -126,7 +126,7 @@ class Schedule:
             self._lose_head(under_way)
         elif dice < 0.2:
             self._notice()
-        field.service.until(self._serves_again)
+        field.service.until(lambda status: self._serves_again(status, fault))
 
     def _fault(self) -> str:
         """Something at any point, or something that is done to a process in any phase."""
@@ -161,7 +161,9 @@ class Schedule:
             job = field.service.job_of(fragment)
             field.service.submitter.preempt(job, grace_s=grace_s, away_s=0.5)
 
-    def _serves_again(self, status: StatusAnswer) -> bool:
+    def _serves_again(self, status: StatusAnswer, fault: str) -> bool:
+        if fault.endswith(":exit") and self.field.struck():
+            self.field.disarm()  # each process counts by itself, and each new one would end too
         self.field.submit_again()
         return status.state == "serving"
 
