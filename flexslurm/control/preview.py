@@ -12,8 +12,22 @@ from flexslurm.control.installed import (
     SeatedWorker,
 )
 from flexslurm.control.members import GpuAt, Members
+from flexslurm.control.observing import GearSource
+from flexslurm.errors import CapacityError
 from flexslurm.gear import Gear, Slot, replica_slots
 from flexslurm.planner.placement import match_replicas
+
+
+def place_gear(
+    gear: Gear, planner: GearSource, members: Members, current: InstalledGear | None
+) -> dict[Slot, GpuAt] | None:
+    """GPUs for a gear, of members that are to stay if these can hold it; None: none can."""
+    for leaving in (False, True):
+        try:
+            return planner.place(gear, members.usable(leaving=leaving), current)
+        except CapacityError:
+            continue
+    return None
 
 
 def kept_replicas(

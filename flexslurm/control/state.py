@@ -23,6 +23,7 @@ from flexslurm.control.actions import (
     SwitchOver,
 )
 from flexslurm.control.aftermath import Aftermath
+from flexslurm.control.agenda import Agenda
 from flexslurm.control.events import (
     ControlSettings,
     CutOver,
@@ -44,12 +45,12 @@ from flexslurm.control.given_back import best_at_once
 from flexslurm.control.history import Decisions, report_of
 from flexslurm.control.holdings import Holdings
 from flexslurm.control.installed import InstalledGear, ReplicaKey
-from flexslurm.control.members import AgentRecord, AgentState, GpuAt, Members, WorkerRecord
+from flexslurm.control.members import AgentRecord, AgentState, Members, WorkerRecord
 from flexslurm.control.moved import hear_of_moves
 from flexslurm.control.observing import GearSource, Known, observe
 from flexslurm.control.phases import Phase
 from flexslurm.control.policy import Decision, decide
-from flexslurm.control.preview import kept_replicas, preview_shift
+from flexslurm.control.preview import kept_replicas, place_gear, preview_shift
 from flexslurm.control.roll import (
     AgentGone,
     Change,
@@ -64,20 +65,8 @@ from flexslurm.control.roll import (
 )
 from flexslurm.control.shift import Shift
 from flexslurm.control.watch import Watch
-from flexslurm.errors import CapacityError
-from flexslurm.gear import Gear, Slot
+from flexslurm.gear import Gear
 from flexslurm.messages import Installed, InstallFailed, Message, Retired, ServiceState
-
-
-@dataclass(slots=True)
-class _Plan:
-    """When to ask the policy again, and how often attempts have failed in a row."""
-
-    at: float | None = None
-    attempts: int = 0
-
-    def soon(self, when: float) -> None:
-        self.at = when if self.at is None else min(self.at, when)
 
 
 @dataclass
@@ -99,7 +88,7 @@ class Control:
     last_shift_at: float | None = None
     history: deque[ShiftReport] = field(default_factory=lambda: deque(maxlen=100))
     decisions: Decisions = field(default_factory=Decisions)
-    _plan: _Plan = field(default_factory=_Plan)
+    _agenda: Agenda = field(default_factory=Agenda)
     _stranded: bool = False
     """Whether the last decision found nothing to go to."""
     _best_at_once: bool = False
@@ -138,12 +127,12 @@ class Control:
                 if self._farewells.under_way is not None:
                     self._farewells.under_way.parked = True
             case GearPlanned():
-                self._plan.soon(now)
+                self._agenda.soon(now)
                 actions = []
             case Measured(sample):
                 actions = self.watch.lives.pass_time(now, self.members.agents.values())
                 if self.watch.take(now, sample, self.current):
-                    self._plan.soon(now)
+                    self._agenda.soon(now)
             case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
                 actions = hear_of_moves(now, event, self.shift, self.history)
             case _:
@@ -160,23 +149,23 @@ class Control:
         match change:
             case Joined():
                 self.failed, self.pinned = "", None
-                self._plan.attempts = 0
-                self._plan.soon(now + settings.join_settle_s)
+                self._agenda.attempts = 0
+                self._agenda.soon(now + settings.join_settle_s)
             case Leaves(agent):
                 self.pinned, self._stranded = None, False
-                self._plan.soon(now + settings.loss_settle_s)
+                self._agenda.soon(now + settings.loss_settle_s)
                 self._fail_shift_over(now, agent, f"{agent.name} must leave")
                 return self.watch.lives.lost(now, agent)
             case Stays():
                 self.pinned = None
-                self._plan.soon(now)
+                self._agenda.soon(now)
                 return self._farewells.cancel()
             case CordonChanged():
                 self.pinned = None
-                self._plan.soon(now)
+                self._agenda.soon(now)
             case AgentGone(agent):
                 self.pinned = None
-                self._plan.soon(now + settings.loss_settle_s)
+                self._agenda.soon(now + settings.loss_settle_s)
                 if agent.state is not AgentState.LEAVING:
                     return self.watch.lives.lost(now, agent)
             case WorkerGone(worker, with_node):
@@ -225,7 +214,7 @@ class Control:
         self._farewells.lose(key)
         if self.shift is not None:
             self.shift.on_lost(now, self.current, key)
-        self._plan.soon(now + self.settings.loss_settle_s)
+        self._agenda.soon(now + self.settings.loss_settle_s)
         return [
             Detach((key,), reason, failed=failed and all(map(self.members.stays, broken.agents))),
             *self.holdings.close(now, key.epoch, broken.workers),
@@ -241,7 +230,7 @@ class Control:
 
     def _on_wanted(self, now: float, gear: Gear | None, reason: str) -> list[Action]:
         self.pinned = gear
-        self._plan.soon(now)
+        self._agenda.soon(now)
         old, shift = self.current, self.shift
         stays = old is not None and old.gear == gear and not old.lost
         if stays and shift is not None and shift.before_the_pause:
@@ -257,8 +246,7 @@ class Control:
         actions += self._advance(now)
         actions += self._part(now)
         idle = self.shift is None and self._farewells.under_way is None
-        if idle and self._plan.at is not None and now >= self._plan.at:
-            self._plan.at = None
+        if idle and self._agenda.comes_due(now):
             actions += self._decide(now)
             actions += self._advance(now)
         actions += self._aftermath.room_free()
@@ -278,7 +266,7 @@ class Control:
             return farewells.begin(now, current)
         self.current, actions = farewells.finish(now, current)
         if actions:
-            self._plan.soon(now + self.settings.loss_settle_s)
+            self._agenda.soon(now + self.settings.loss_settle_s)
             left = self.current.keys if self.current is not None else frozenset()
             actions += self._forget(current.keys - left)
         return actions
@@ -294,7 +282,7 @@ class Control:
         self._stranded = decision.gear is None
         self.reason = decision.reason
         if decision.look_again_s is not None:
-            self._plan.soon(now + decision.look_again_s)
+            self._agenda.soon(now + decision.look_again_s)
         actions = self.decisions.note(now, decision, serving=self.current is not None)
         if decision.gear is None:
             self.watch.waits()
@@ -314,10 +302,10 @@ class Control:
         return Decision(gear, f"asked for by 'flexslurm shift': {gear.name}")
 
     def _start(self, now: float, gear: Gear, reason: str) -> list[Action]:
-        placement = self._place(gear)
+        placement = place_gear(gear, self.planner, self.members, self.current)
         if placement is None:
             self.pinned = None
-            self._plan.soon(now)
+            self._agenda.soon(now)
             return [Say(f"the GPUs that are here cannot hold {gear.layout()}", warning=True)]
         old = self.current
         self.epoch += 1
@@ -341,22 +329,13 @@ class Control:
 
     def preview(self, now: float, gear: Gear) -> PlanShift | None:
         """A shift to this gear as it would be planned now; None where it does not fit."""
-        placement = self._place(gear)
+        placement = place_gear(gear, self.planner, self.members, self.current)
         if placement is None:
             return None
         fraction = self.settings.install.memory_fraction
         return preview_shift(
             now, self.epoch + 1, self.members, self.current, gear, placement, fraction
         )
-
-    def _place(self, gear: Gear) -> dict[Slot, GpuAt] | None:
-        """GPUs for a gear, of members that are to stay if these can hold it."""
-        for leaving in (False, True):
-            try:
-                return self.planner.place(gear, self.members.usable(leaving=leaving), self.current)
-            except CapacityError:
-                continue
-        return None
 
     def _advance(self, now: float) -> list[Action]:
         shift = self.shift
@@ -378,11 +357,11 @@ class Control:
         closed, before = shift.replaced, self.current
         self.current = shift.gear_in_place()
         self.ever_served = True
-        self._plan.attempts = 0
+        self._agenda.attempts = 0
         self.last_shift_at = now
         self.watch.whole(now)
         self.history.append(report_of(now, shift, "committed"))
-        self._plan.soon(now)  # what came or left meanwhile
+        self._agenda.soon(now)  # what came or left meanwhile
         retires: list[Action] = []
         for key in closed:
             one = before.find(key) if before is not None else None
@@ -405,9 +384,7 @@ class Control:
             agent.blame(shift.failure, self.settings.max_failures)
         if shift.fatal:
             self.failed = self.reason = shift.failure
-        self._plan.attempts += 1
-        wait = min(0.1 * 2**self._plan.attempts, 30.0)
-        self._plan.soon(now + wait)
+        self._agenda.failed(now)
         return [
             Record({"event": "aborted", "epoch": shift.epoch, "why": shift.failure}),
             Say(f"epoch {shift.epoch} is given up: {shift.failure}", warning=True),
