@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flexslurm.config.schema import nearest_hint
-from flexslurm.errors import ServiceError
+from flexslurm.cli.log_choice import LogFile
 
 _CHUNK_BYTES = 64 * 2**10
 _MOST_BYTES = 16 * 2**20
 
 
-def log_files(folder: Path, part: str | None) -> list[tuple[str, int]]:
-    """Names below `folder` and sizes in bytes; with `part`, those that start with it.
-
-    Raises ServiceError when no log is of that part.
-    """
-    found = sorted(
-        (str(path.relative_to(folder)), path.stat().st_size)
-        for path in folder.rglob("*")
-        if path.is_file()
-    )
-    if part is None:
-        return found
-    chosen = [(name, size) for name, size in found if name == part or name.split("/")[0] == part]
-    if not chosen:
-        parts = sorted({name.split("/")[0] for name, _ in found})
-        raise ServiceError(f"there is no log of '{part}'", hint=nearest_hint(part, parts))
-    return chosen
+def log_files(folder: Path) -> list[LogFile]:
+    """All files below `folder`."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            if path.is_file():
+                facts = path.stat()
+                name = str(path.relative_to(folder))
+                found.append(LogFile(name, facts.st_size, facts.st_mtime))
+    return sorted(found, key=lambda file: file.name)
 
 
-def tail_files(paths: Sequence[Path], lines: int) -> Iterator[str]:
-    """The last lines of each file, each under its name where there are several."""
-    for path in paths:
+def tail_files(paths: Sequence[Path], lines: int, headings: Sequence[str] = ()) -> Iterator[str]:
+    """The last lines of each file, each under its heading (its name) where there are several."""
+    for number, path in enumerate(paths):
         if len(paths) > 1:
-            yield f"==> {path.name} <=="
+            yield f"==> {headings[number] if headings else path.name} <=="
         yield from _last_lines(path, lines)
 
 

@@ -226,19 +226,24 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
 def logs(
     service: str | None, part: str | None, follow: bool, lines: int, service_dir: str | None
 ) -> None:
-    """Show the logs of a service: of PART (head, or a pilot's name), or list the parts."""
+    """Show logs of a service, or list which there are.
+
+    PART is head, a pilot's name, a job, a worker, or a path out of the list.
+    """
+    from flexslurm.cli.log_choice import choose, listing
     from flexslurm.cli.log_files import follow_files, log_files, tail_files
 
     if service_dir is not None and part is None:
         service, part = None, service  # the directory names the service already
     directory = find_service(service, service_dir)
-    files = log_files(directory.logs, part)
+    files, jobs = log_files(directory.logs), directory.jobs_now()
     if part is None:
-        for name, size in files:
-            click.echo(f"{size:>10}  {name}")
+        for line in listing(files, jobs, time.time()):
+            click.echo(line)
         return
-    paths = [directory.logs / name for name, _ in files]
-    for line in tail_files(paths, lines):
+    chosen = choose(files, part, jobs)
+    paths = [directory.logs / file.name for file in chosen]
+    for line in tail_files(paths, lines, [file.name for file in chosen]):
         click.echo(line)
     if follow:
         follow_files(paths, click.echo)

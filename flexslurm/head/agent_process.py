@@ -48,7 +48,8 @@ class EngineNursery:
         self._directory, self._options = directory, options
         self._address, self._gpus = address, gpus
         self._env = worker_environment(site, virtual=virtual)
-        logs = directory.logs / f"{options.fragment}-{options.node}"
+        job = options.job_id or "no-job"
+        logs = directory.logs / options.fragment / f"{job}.{options.node}"
         self._on_end = on_end
         self._nursery = Nursery(
             device=self._device, log_dir=logs, on_exit=self._ended, env=self._env, threads=0

@@ -144,10 +144,15 @@ def step_command(
 
 
 def order_command(
-    node: AllocatedNode, spec: PilotSpec, kill_wait_s: float, directory: Path, step: Path
+    node: AllocatedNode,
+    spec: PilotSpec,
+    kill_wait_s: float,
+    directory: Path,
+    step: Path,
+    job_id: str,
 ) -> tuple[str, ...]:
     """What stands for a pilot's process where the head is."""
-    log = spec.log_dir.absolute() / f"{spec.name}.{node.name}.log"
+    log = spec.log_dir.absolute() / f"{spec.name}.{job_id}.{node.name}.log"
     return (
         sys.executable, "-P", "-m", "flexslurm.slurm.step_order", str(directory), node.name,
         str(log), f"{kill_wait_s:g}", str(step), *spec.command,
@@ -203,7 +208,8 @@ class AllocationSubmitter:
         node = self._free_node(spec)
         step, directory = self._one_step(spec.env)
         record = self._steps.record_of(step)
-        command = order_command(node, spec, self.site.slurm.kill_wait, directory, record)
+        kill_wait_s = self.site.slurm.kill_wait
+        command = order_command(node, spec, kill_wait_s, directory, record, self.job_id)
         return self._steps.submit(replace(spec, command=command), place=node.name)
 
     def _one_step(self, env: Mapping[str, str]) -> tuple[str, Path]:
@@ -235,8 +241,8 @@ class AllocationSubmitter:
         return min(free, key=lambda node: node.gpus)
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
-        """The steps, with what is known of the whole job's end; raises SlurmUnavailable."""
-        infos = self._steps.states(job_ids)
+        """The pilots on their nodes, with what is known of the job's end. Raises SlurmUnavailable."""
+        infos = {i: self._on_node(info) for i, info in self._steps.states(job_ids).items()}
         whole = self.client.jobs([self.job_id], self._grace())[self.job_id]
         return {
             job_id: replace(info, preempt_in_s=whole.preempt_in_s, end_in_s=whole.end_in_s)
@@ -244,6 +250,10 @@ class AllocationSubmitter:
             else info
             for job_id, info in infos.items()
         }
+
+    def _on_node(self, info: JobInfo) -> JobInfo:
+        place = self._steps.place_of(info.id)
+        return info if place is None else replace(info, nodes=(place,))
 
     def _grace(self) -> dict[str, float]:
         return {name: partition.grace for name, partition in self.site.partitions.items()}
