@@ -28,9 +28,11 @@ class ShiftPrice:
     tokens_per_s: float = 0.0
     """Served meanwhile, on average."""
     lost_tokens: float = 0.0
-    """Work that is done again afterwards: evicted and recomputed sequences."""
+    """Tokens of answers that recomputing the KV of sequences that cannot be moved takes up."""
     evicted: tuple[str, ...] = ()
     """Sequences that the gear has no room for, the newest first."""
+    redone: int = 0
+    """Sequences whose KV is computed again, evicted ones among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +375,7 @@ def _compared(
         during = min(option.price.tokens_per_s, weighed.rate)
         slow_s = reasons.duration(option.price.seconds)
         course = f"{during:.0f} tokens/s for {slow_s}, then {course}"
+    course += reasons.redone(option.price.redone, option.price.lost_tokens)
     return (
         f"{option.gear.name} is estimated at {weighed.ratio:.2f} times {current.name}: "
         f"{weighed.shift:,.0f} tokens in the next {reasons.duration(horizon)} "

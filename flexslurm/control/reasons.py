@@ -24,6 +24,14 @@ def evicted(sequences: Sequence[str]) -> str:
     return f"; {count} {one} not fit in it and will be recomputed ({some})"
 
 
+def redone(sequences: int, lost_tokens: float) -> str:
+    """What recomputing takes up; begins with a comma, or is empty."""
+    if lost_tokens <= 0:
+        return ""
+    whose = "" if not sequences else f" {sequences} sequence{'s' if sequences > 1 else ''}"
+    return f", less {lost_tokens:,.0f} for recomputing{whose}"
+
+
 def risk(outlook: Outlook, weight: float) -> str:
     """What may come of a gear's members; begins with a comma, or is empty."""
     words = ""

@@ -19,9 +19,10 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.policy import ShiftPrice
+from flexslurm.engine.load import RunningKv
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.routing import LiveKv
-from flexslurm.engine.shift_plan import LinkRates
+from flexslurm.engine.shift_plan import BESIDE_SHARE, LinkRates
 from flexslurm.gear import Gear
 from flexslurm.head.away import Away
 from flexslurm.head.ledger import Adoption, Ledger
@@ -30,9 +31,12 @@ from flexslurm.head.move_plan import MovePlan, in_parts, live_kv, plan_moves, re
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
 from flexslurm.head.parking import Parking
+from flexslurm.head.planning import ServicePlanner
+from flexslurm.head.redone import redone_tokens
 from flexslurm.head.replicas import Replicas
 from flexslurm.head.under_way import UnderWay
 from flexslurm.messages import KvParked, KvPulled, Message, UnparkKv
+from flexslurm.planner.recompute import RecomputeCost
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +55,15 @@ class MovePlanner:
         shards: Callable[[], ShardMap],
         rates: Callable[[Iterable[str]], LinkRates],
         speeds: Callable[[Gear], Mapping[int, float]],
+        recompute: Callable[[Gear], RecomputeCost] = lambda gear: RecomputeCost(1, 0.0),
     ) -> None:
+        """`recompute`: what computing KV anew costs in a gear; by default nothing."""
         self._shards, self._rates, self.speeds = shards, rates, speeds
+        self.recompute = recompute
+
+    @classmethod
+    def of(cls, planner: ServicePlanner) -> MovePlanner:
+        return cls(lambda: planner.shards, planner.rates, planner.speeds, planner.recompute)
 
     @property
     def shards(self) -> ShardMap:
@@ -125,14 +136,23 @@ class Moves:
         return self._planned(ask).order.lines
 
     def price(self, ask: PlanShift) -> ShiftPrice:
-        """What a shift would cost now; nothing is known where nothing is moved."""
-        found = self._planned(ask)
-        if found.plan is None:
+        """What a shift would cost now; nothing where nothing serves."""
+        if ask.old is None:
             return ShiftPrice()
+        found = self._planned(ask)
+        redone = redone_tokens(found, self._running(), self._planner.shards.block_tokens)
+        cost, plan = self._planner.recompute(ask.new.gear), found.plan
+        lost = sum(map(cost.of, redone.values()))
+        if plan is None:  # all weights come from the files
+            kept = 0.0 if found.going else BESIDE_SHARE * self._rate(ask)
+            load_s = ask.new.gear.estimates.load_s
+            return ShiftPrice(load_s, kept, lost, redone=len(redone))
         return ShiftPrice(
-            seconds=found.plan.transfer_s + found.plan.pause_s,
-            tokens_per_s=found.plan.served_share * self._rate(ask),
-            evicted=found.plan.routes.evicted,
+            seconds=plan.transfer_s + plan.pause_s,
+            tokens_per_s=plan.served_share * self._rate(ask),
+            lost_tokens=lost,
+            evicted=plan.routes.evicted,
+            redone=len(redone),
         )
 
     def held(self, current: InstalledGear) -> tuple[LiveKv, ...]:
@@ -141,16 +161,25 @@ class Moves:
 
     def _live(self, current: InstalledGear) -> tuple[LiveKv, ...]:
         """Whose KV the replicas of a gear hold now, by their numbers in it."""
-        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
+        running = self._running()
         numbers = {one.key: number for number, one in current.replicas.items()}
         return live_kv(self._planner.shards.block_tokens, numbers, running)
 
     def _rate(self, ask: PlanShift) -> float:
-        """Tokens per second of what serves, as estimated."""
-        return 0.0 if ask.old is None else ask.old.gear.estimates.tokens_per_s
+        """Tokens per second of what serves, as estimated: a replica that is lost does not."""
+        if ask.old is None:
+            return 0.0
+        gear = ask.old.gear
+        speeds = self._planner.speeds(gear) if ask.old.lost else {}
+        left = sum(speeds.get(number, 0.0) for number in ask.old.replicas)
+        share = left / sum(speeds.values()) if speeds else 1.0
+        return gear.estimates.tokens_per_s * share
+
+    def _running(self) -> dict[ReplicaKey, list[RunningKv]]:
+        return {key: driver.running_kv() for key, driver in self._replicas.open.items()}
 
     def _planned(self, ask: PlanShift, stored: tuple[OldEnd, ...] = ()) -> MovePlan:
-        running = {key: driver.running_kv() for key, driver in self._replicas.open.items()}
+        running = self._running()
         times = [driver.step_times.mean_s for driver in self._replicas.open.values()]
         rates, step_s = self._planner.rates(ask), max(times, default=0.0)
         count = sum(len(end.view()) for end in stored)

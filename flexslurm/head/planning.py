@@ -32,6 +32,7 @@ from flexslurm.planner.layouts import gear_of_layout, is_layout, replica_tokens_
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
+from flexslurm.planner.recompute import RecomputeCost, gear_recompute_cost
 from flexslurm.planner.table import GearTable
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
@@ -162,6 +163,10 @@ class ServicePlanner:
             number: replica_tokens_per_s(self._problem, replica)
             for number, replica in enumerate(gear.replicas)
         }
+
+    def recompute(self, gear: Gear) -> RecomputeCost:
+        """What computing KV anew costs in a gear, in the mean over its replicas."""
+        return gear_recompute_cost(self._problem, gear)
 
     def price(self, ask: PlanShift) -> ShiftPrice:
         """What a shift would cost; nothing until `priced_by` is set."""

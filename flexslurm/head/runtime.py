@@ -100,7 +100,7 @@ class Head:
         self.effects = HeadEffects(
             self.ledger,
             self.journal,
-            MovePlanner(lambda: self.planner.shards, self.planner.rates, self.planner.speeds),
+            MovePlanner.of(self.planner),
             tell=self._tell_soon,
             tell_now=self._tell,
             weights_s=lambda epoch: self.reporter.weights_s(epoch),  # noqa: PLW0108 - made later
@@ -140,8 +140,7 @@ class Head:
         self.notes.open()
         self.memory.restore(self.control)
         self.effects.record({"event": "head", "head": self.incarnation, "pid": os.getpid()})
-        self.reporter.begin()
-        self.api.metrics.watch_nodes(self.nodes.by_node)
+        self.reporter.begin(self.nodes.by_node, self.effects.replicas.steps)
 
     async def run(self) -> int:
         """Serve until told to stop; returns the exit code."""

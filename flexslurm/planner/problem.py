@@ -179,6 +179,10 @@ class Problem:
         """As `times`, of a step in which a sequence brings as much prefill as it may hold."""
         return self._cached(kind, "full", slots)
 
+    def decode_times(self, kind: StageKind, slots: int) -> Floats:
+        """As `times`, of a step in which every sequence decodes."""
+        return self._cached(kind, "decode", slots)
+
     def _cached(self, kind: StageKind, what: str, slots: int) -> Floats:
         key = (kind, what, slots)
         if key not in self._times:

@@ -16,6 +16,7 @@ from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.head import gear_tables
 from flexslurm.head.gear_book import MOST_ASKED, GearBook
 from flexslurm.head.gear_tables import entries, full_pool, pilot_kinds, selections
+from flexslurm.head.moves import MovePlanner
 from flexslurm.head.plan_worker import Answer, PlanWorker
 from flexslurm.head.planning import ServicePlanner, check_plans, plan_name
 from flexslurm.planner.table import GearTable
@@ -235,6 +236,15 @@ def test_a_plan_that_there_is_not_is_told_before_anything_is_submitted(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_plans(service(tiny_model, more=f"scheduling: {plans}"), table)
+
+
+def test_the_moves_know_what_computing_kv_anew_costs(tiny_model: Path, site: Site) -> None:
+    planner = ServicePlanner(service(tiny_model), site)
+    gear = planner.exact(sig("a100:2,l40s:2x2"))
+    assert isinstance(gear, Gear)
+    cost = MovePlanner.of(planner).recompute(gear)
+    assert cost.chunk_tokens == 32, "a prompt of the workload fits into one step"
+    assert cost.lost_tokens > 1
 
 
 # ---------------------------------------------------------------------------- planned beside
