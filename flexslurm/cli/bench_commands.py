@@ -73,9 +73,9 @@ def sigterm_raises() -> Iterator[None]:
 def table(figures: list[ShiftFigures]) -> str:
     """One line a shift, below a line that says from where to where."""
     heads = (
-        "mode", "tokens", "extra gap", "calm", "step", "in steps", "pause", "drained", "last move",
-        "expected", "moved", "optimal", "transfer", "of link", "expected", "recompute", "restart",
-        "of recompute", "of restart",
+        "mode", "tokens", "extra gap", "calm", "step", "in steps", "beyond", "pause", "drained",
+        "last move", "expected", "moved", "optimal", "transfer", "link", "of link", "expected",
+        "recompute", "restart", "of recompute", "of restart",
     )  # fmt: skip
     rows = [heads, *(_row(one) for one in figures)]
     widths = [max(len(row[n]) for row in rows) for n in range(len(heads))]
@@ -94,17 +94,28 @@ def summary(figures: list[ShiftFigures]) -> list[str]:
         found = [one for one in figures if one.mode == mode]
         steps = [one.gap_steps for one in found if one.gap_steps is not None]
         shares = [one.gap_to_restart for one in found if one.gap_to_restart is not None]
+        beyond = [
+            one.gap_steps_beyond_move for one in found if one.gap_steps_beyond_move is not None
+        ]
         pauses = [one.pause_s for one in found]
         lines.append(
             f"{len(found)} {mode}: pause {median(pauses):.3f} s in the median, {max(pauses):.3f} s "
             f"at most; longest extra gap {median(steps or [0]):.1f} decode steps in the median, "
-            f"{max(steps, default=0):.1f} at most; at most {max(shares, default=0):.4f} of a cold "
-            "restart"
+            f"{max(steps, default=0):.1f} at most, {max(beyond, default=0):.1f} beyond the last "
+            f"move; at most {max(shares, default=0):.4f} of a cold restart"
         )
-    for one in figures[:1]:
+    moved = [one.transfer_to_link for one in figures if one.bytes_moved]
+    lines.append(
+        f"{sum(ratio <= 1.5 for ratio in moved)} of {len(moved)} transfers took at most 1.5 times "
+        f"what their bytes take on one connection beside the same decoding, the longest "
+        f"{max(moved, default=0):.1f} times"
+    )
+    carried = [one.link_bytes_per_s for one in figures]
+    if figures:
         lines.append(
-            f"a connection of the data plane carries {one.link_bytes_per_s / 1e6:.0f} MB/s beside "
-            f"a gear that decodes, {one.idle_link_bytes_per_s / 1e6:.0f} MB/s with nothing else"
+            f"a connection of the data plane carries {min(carried) / 1e6:.0f} to "
+            f"{max(carried) / 1e6:.0f} MB/s beside a gear that decodes, "
+            f"{figures[0].idle_link_bytes_per_s / 1e6:.0f} MB/s with nothing else"
         )
     return lines
 
@@ -121,6 +132,7 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         _seconds(one.undisturbed_extra_gap_s),
         _seconds(one.decode_step_s),
         _number(one.gap_steps, ".1f"),
+        _number(one.gap_steps_beyond_move, ".1f"),
         _seconds(one.pause_s),
         _seconds(one.drain_s),
         _seconds(one.last_move_s),
@@ -128,6 +140,7 @@ def _row(one: ShiftFigures) -> tuple[str, ...]:
         _bytes(one.bytes_moved),
         _bytes(one.bytes_optimal),
         _seconds(one.transfer_s),
+        f"{one.link_bytes_per_s / 1e6:.0f} MB/s",
         _number(one.transfer_to_link, ".1f"),
         _seconds(one.expected_transfer_s),
         _seconds(one.recompute_s),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BYTES = 32 << 20
 _TRIES = 5
+_PACED_TRIES = 3
 _NO_BOUND = 1e12
 _START_S = 60.0
 _FETCH_S = 60.0
@@ -62,35 +63,54 @@ class _Memory:
         return self
 
 
-def measure_link(*, paced: bool = False) -> float:
-    """Bytes per second from one process to another: the median of a few fetches.
+class LinkProbe:
+    """A data server in a process of its own, which is fetched from; from its making to `close`."""
 
-    `paced`: as beside a gear that serves, which both ends stand back for. No rate bounds it.
-    Raises ServiceError where nothing comes, DeadlineExceeded where it takes too long.
-    """
-    key = secrets.token_bytes(32)
-    here, there = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(key, there), daemon=True
-    )
-    server.start()
-    there.close()
-    try:
-        if not here.poll(_START_S):
+    def __init__(self) -> None:
+        """Raises DeadlineExceeded where the server does not come up."""
+        self._key = secrets.token_bytes(32)
+        self._here, there = multiprocessing.Pipe()
+        self._server = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(self._key, there), daemon=True
+        )
+        self._server.start()
+        there.close()
+        if not self._here.poll(_START_S):
+            self.close()
             raise DeadlineExceeded(f"no data server within {_START_S:g} s")
-        port, rates = int(here.recv()), list[float]()
+        self._port = int(self._here.recv())
+
+    def measure(self, *, paced: bool = False) -> float:
+        """Bytes per second from one process to another: the median of a few fetches.
+
+        `paced`: as beside a gear that serves, which both ends stand back for. No rate bounds it.
+        Raises ServiceError where nothing comes.
+        """
+        rates: list[float] = []
+
+        def work() -> None:
+            rates.extend(_fetched(self._key, self._port, paced=paced))
+
         # In a thread of its own, since a priority that was lowered cannot be raised again.
-        thread = threading.Thread(target=lambda: rates.extend(_fetched(key, port, paced=paced)))
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         if not rates:
             raise ServiceError("the data plane could not be measured")
         return statistics.median(rates)
-    finally:
-        here.close()
-        server.join(5.0)
-        if server.is_alive():
-            server.kill()
+
+    def close(self) -> None:
+        """End the server; idempotent."""
+        self._here.close()
+        self._server.join(5.0)
+        if self._server.is_alive():
+            self._server.kill()
+
+    def __enter__(self) -> LinkProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _fetched(key: bytes, port: int, *, paced: bool) -> Iterator[float]:
@@ -107,7 +127,7 @@ def _fetched(key: bytes, port: int, *, paced: bool) -> Iterator[float]:
     if paced:
         be_nice()
     fetcher, sink, cancel = Fetcher(key), _Memory(), Cancel()
-    for _ in range(_TRIES):
+    for _ in range(_PACED_TRIES if paced else _TRIES):
         began = time.monotonic()
         job = Job(("127.0.0.1", port), ask, sink, began + _FETCH_S, cancel, paced=paced)
         if fetcher.fetch(job).left:

@@ -33,6 +33,8 @@ class Round:
     asked_at: float
     cut_at: float
     """When the head opened the new gear."""
+    link_bytes_per_s: float
+    """What one connection carried beside the old gear, while it decoded as it does here."""
 
     @property
     def tokens(self) -> list[list[int]]:

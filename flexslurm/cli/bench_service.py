@@ -135,9 +135,15 @@ class BenchService:
         self._finish(runs, threads, early=True)
         return found
 
-    def round(self, start: str, to: str, say: Say) -> Round:
-        """From one gear into another, in the middle of the streams."""
+    def round(
+        self, start: str, to: str, say: Say, link: Callable[[], float] | None = None
+    ) -> Round:
+        """From one gear into another, in the middle of the streams.
+
+        `link` is measured in the same gear beside the same streams, before they begin anew.
+        """
         self.shift(start)
+        link_bytes_per_s = 0.0 if link is None else self.beside(link)
         before = ask_status(self._directory)
         runs, threads = self._open(self._bodies())
         _until(lambda: all(len(run.times) >= BEGUN or run.error for run in runs))
@@ -161,6 +167,7 @@ class BenchService:
             switched=switched,
             asked_at=asked_at,
             cut_at=cut_at,
+            link_bytes_per_s=link_bytes_per_s,
         )
 
     def shift(self, to: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from flexslurm.cli.bench_link import measure_link
+from flexslurm.cli.bench_link import LinkProbe
 from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
 from flexslurm.cli.bench_service import BLOCK_TOKENS, BenchPlan, Say, launched
 from flexslurm.cli.demo_streams import StreamRun
@@ -39,6 +39,8 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     """The same of streams without a shift, in a fast gear: what the machine itself does."""
     gap_steps: float | None
     """The longest extra gap in decode steps."""
+    gap_steps_beyond_move: float | None
+    """The same without the last move of the pause, which takes what its bytes take."""
     pause_s: float
     """Of the head's own history: from the pause of the old gear to the start of the new one."""
     drain_s: float
@@ -55,7 +57,7 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     """The worker that moved for longest: weights and KV, measured where they arrive."""
     expected_transfer_s: float
     link_bytes_per_s: float
-    """Of one connection of the data plane between two processes, while the service decodes."""
+    """Of one connection of the data plane between two processes, while the old gear decodes."""
     idle_link_bytes_per_s: float
     """The same with nothing else running."""
     transfer_to_link: float
@@ -117,17 +119,20 @@ def measure_shifts(home: Path, plan: BenchPlan, say: Say) -> list[ShiftFigures]:
     from flexslurm.engine.tiny import write_tiny_model
 
     model = write_tiny_model(home / "model", **plan.model)
-    link = measure_link()
-    say(f"one connection of the data plane carries {link / 1e6:.0f} MB/s")
-    # Declared so that the share that transfers keep to is what one connection carries.
-    plan = replace(plan, link_bytes_per_s=link / LinkRates().share)
-    say("a service is launched, stopped, and launched again")
-    with launched(home / "moving", model, plan, {}) as service:
-        restart_s = service.cold_restart()
-        calm = service.calm()
-        beside = service.beside(lambda: measure_link(paced=True))
-        say(f"beside a gear that decodes it carries {beside / 1e6:.0f} MB/s")
-        rounds = [service.round(*change, say) for change in plan.walk]
+    with LinkProbe() as link:
+        idle = link.measure()
+        say(f"one connection of the data plane carries {idle / 1e6:.0f} MB/s")
+        # Declared so that the share that transfers keep to is what one connection carries.
+        plan = replace(plan, link_bytes_per_s=idle / LinkRates().share)
+        say("a service is launched, stopped, and launched again")
+        with launched(home / "moving", model, plan, {}) as service:
+            restart_s = service.cold_restart()
+            calm = service.calm()
+
+            def beside() -> float:
+                return link.measure(paced=True)
+
+            rounds = [service.round(*change, say, beside) for change in plan.walk]
     say("the same, stopping and recomputing")
     with launched(home / "recomputing", model, plan, _STOPPING) as service:
         again = [service.round(*change, say) for change in plan.walk]
@@ -135,7 +140,7 @@ def measure_shifts(home: Path, plan: BenchPlan, say: Say) -> list[ShiftFigures]:
     if not all(same_tokens(one.tokens, whole) for one in again):
         raise ServiceError("tokens differ from the undisturbed run's where KV is recomputed")
     return [
-        _figures(model, calm, one, other, (beside, link), restart_s)
+        _figures(model, calm, one, other, idle, restart_s)
         for one, other in zip(rounds, again, strict=True)
     ]
 
@@ -145,7 +150,7 @@ def _figures(
     calm: list[StreamRun],
     one: Round,
     other: Round,
-    links: tuple[float, float],
+    idle: float,
     restart_s: float,
 ) -> ShiftFigures:
     from flexslurm.cli.bench_least import least_bytes, moved_bytes
@@ -153,7 +158,7 @@ def _figures(
     line, switched = one.line, one.switched
     gap_s, recompute_s, step_s = one.extra_gap_s, other.extra_gap_s, one.step_s
     transfer_s = float(line["weights_move_s"]) + float(line["kv_move_s"])
-    moved, (beside, idle) = moved_bytes(line), links
+    moved, last_move_s = moved_bytes(line), float(switched["last_move_s"])
     return ShiftFigures(
         before=str(line["from"]),
         after=str(line["to"]),
@@ -163,22 +168,27 @@ def _figures(
         decode_step_s=round(step_s, 4),
         undisturbed_extra_gap_s=round(calm_extra_gap_s(calm), 4),
         gap_steps=None if gap_s is None else round(gap_s / step_s, 2),
+        gap_steps_beyond_move=_steps(gap_s, last_move_s, step_s),
         pause_s=float(line["pause_s"]),
         drain_s=float(switched["drain_s"]),
-        last_move_s=float(switched["last_move_s"]),
+        last_move_s=last_move_s,
         expected_pause_s=float(one.planned["pause_s"]),
         bytes_moved=moved,
         bytes_optimal=least_bytes(model, BLOCK_TOKENS, one.before, one.after, switched["kv"]),
         transfer_s=round(transfer_s, 4),
         expected_transfer_s=float(one.planned["transfer_s"]),
-        link_bytes_per_s=round(beside),
+        link_bytes_per_s=round(one.link_bytes_per_s),
         idle_link_bytes_per_s=round(idle),
-        transfer_to_link=round(transfer_s * beside / moved, 3) if moved else 0.0,
+        transfer_to_link=round(transfer_s * one.link_bytes_per_s / moved, 3) if moved else 0.0,
         recompute_s=_rounded(recompute_s),
         cold_restart_s=round(restart_s, 3),
         gap_to_recompute=_ratio(gap_s, recompute_s),
         gap_to_restart=_ratio(gap_s, restart_s),
     )
+
+
+def _steps(gap_s: float | None, last_move_s: float, step_s: float) -> float | None:
+    return None if gap_s is None else round(max(gap_s - last_move_s, 0.0) / step_s, 2)
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -17,7 +17,7 @@ ASKED = {
 FURTHER = {
     "mode", "undisturbed_extra_gap_s", "gap_steps", "pause_s", "drain_s", "last_move_s",
     "expected_pause_s", "expected_transfer_s", "idle_link_bytes_per_s", "transfer_to_link",
-    "gap_to_recompute", "gap_to_restart",
+    "gap_to_recompute", "gap_to_restart", "gap_steps_beyond_move",
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def status() -> StatusAnswer:
 def round_of(*runs: StreamRun, asked_at: float = 1.0, cut_at: float = 2.0) -> Round:
     return Round(
         runs=list(runs), before=status(), after=status(), line={}, planned={}, switched={},
-        asked_at=asked_at, cut_at=cut_at,
+        asked_at=asked_at, cut_at=cut_at, link_bytes_per_s=1e8,
     )  # fmt: skip
 
 
@@ -96,8 +96,10 @@ def figures(gap_s: float | None, pause_s: float, mode: str = "beside") -> ShiftF
     return ShiftFigures(
         before="a", after="b", mode=mode, tokens_equal=True, longest_extra_gap_s=gap_s,
         decode_step_s=STEP, undisturbed_extra_gap_s=0.01,
-        gap_steps=None if gap_s is None else gap_s / STEP, pause_s=pause_s, drain_s=0.0,
-        last_move_s=0.0, expected_pause_s=0.02, bytes_moved=2 << 20, bytes_optimal=1 << 20,
+        gap_steps=None if gap_s is None else gap_s / STEP,
+        gap_steps_beyond_move=None if gap_s is None else (gap_s - 0.01) / STEP,
+        pause_s=pause_s, drain_s=0.0, last_move_s=0.0, expected_pause_s=0.02, bytes_moved=2 << 20,
+        bytes_optimal=1 << 20,
         transfer_s=0.1, expected_transfer_s=0.1, link_bytes_per_s=5e8, idle_link_bytes_per_s=1e9,
         transfer_to_link=1.2, recompute_s=None, cold_restart_s=10.0, gap_to_recompute=None,
         gap_to_restart=None if gap_s is None else gap_s / 10.0,
@@ -109,9 +111,10 @@ def test_shifts_are_printed_side_by_side_and_in_sum() -> None:
     rows = shown.splitlines()
     assert rows[1].split()[:2] == ["mode", "tokens"]
     assert sum(row == "a  ⇒  b" for row in rows) == 3
-    [beside, park, link] = summary([figures(0.04, 0.01), figures(0.10, 0.03),
+    [beside, park, transfers, link] = summary([figures(0.04, 0.01), figures(0.10, 0.03),
                                     figures(None, 0.5, "park")])  # fmt: skip
     assert "2 beside: pause 0.020 s in the median, 0.030 s at most" in beside
-    assert "3.5 decode steps in the median, 5.0 at most; at most 0.0100 of" in beside
-    assert park.startswith("1 park: pause 0.500 s") and "500 MB/s beside" in link
-    assert all(line in shown for line in (beside, park, link))
+    assert "3.5 decode steps in the median, 5.0 at most, 4.5 beyond the last move; at" in beside
+    assert "at most 0.0100 of" in beside and "3 of 3 transfers took at most 1.5" in transfers
+    assert park.startswith("1 park: pause 0.500 s") and "500 to 500 MB/s beside" in link
+    assert all(line in shown for line in (beside, park, transfers, link))
