@@ -232,9 +232,14 @@ def head_row(served: Served, profile: Profile, site: Site, options: dict[str, An
     """What a cycle of the replica that was served took more than its stage's step."""
     from flexslurm.planner.profiles import Row
 
+    alone_s = alone_step_s(served, profile, site, options)
+    return Row("head", served.layers, served.batch, 0, served.cycles.head_s(alone_s))
+
+
+def alone_step_s(served: Served, profile: Profile, site: Site, options: dict[str, Any]) -> float:
+    """The step that the measurements of the stage alone give for what was served."""
     problem = served_problem(site, options, {profile.kind: profile})
-    step_s = float(problem.times(profile.kind, served.batch, 1)[0, served.layers])
-    return Row("head", served.layers, served.batch, 0, max(0.0, served.cycle_s - step_s))
+    return float(problem.times(profile.kind, served.batch, 1)[0, served.layers])
 
 
 def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
@@ -253,7 +258,9 @@ def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -
     text = write_profile(about, rows)
     if outcome.served is not None:
         profile = read_profile(text, "the trial")
-        text = write_profile(about, [*rows, head_row(outcome.served, profile, site, options)])
+        row = head_row(outcome.served, profile, site, options)
+        alone_s = alone_step_s(outcome.served, profile, site, options)
+        text = write_profile(about, [*rows, row], [outcome.served.cycles.words(alone_s)])
     path: Path = options["folder"] / f"{name}-{gpu_type}-tp{tp}-{dtype}.csv"
     read_profile(text, str(path))
     try:

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from flexslurm.engine.served_cycles import Reading, cycles_of
 from flexslurm.engine.trial import Served
 from flexslurm.errors import DeadlineExceeded, ServiceError
 
@@ -29,10 +30,16 @@ Say = Callable[[str], None]
 START_S = 120.0
 CYCLES_S = 60.0
 """Most time for warming up and for measuring, each."""
-_LEAST_S = 6.0
+_PARTS, _PART_S, _PART_STEPS = 9, 1.2, 8
+"""Parts of the time that is looked at; the least length of each, and steps of it."""
 _MORE = 1.5
 """Requests that are there, for each that can run: a free place is taken at once."""
-_TPOT = "flexslurm_request_time_per_output_token_seconds"
+_ENDED = "flexslurm_request_time_per_output_token_seconds_count"
+_COUNTERS = (
+    "flexslurm_steps_total",
+    "flexslurm_step_compute_seconds_total",
+    "flexslurm_last_step_seconds",
+)
 
 
 class ServeAsk(msgspec.Struct, frozen=True):
@@ -78,7 +85,7 @@ class ServeAsk(msgspec.Struct, frozen=True):
 
 
 def serve(ask: ServeAsk, home: Path, say: Say) -> Served:
-    """The mean cycle of the replica; the service is ended whatever happens.
+    """The cycles of the replica; the service is ended whatever happens.
 
     Raises FlexslurmErrors of what cannot be launched, and DeadlineExceeded.
     """
@@ -88,9 +95,12 @@ def serve(ask: ServeAsk, home: Path, say: Say) -> Served:
         say(f"serving {ask.layout} to {round(_MORE * ask.batch)} streams")
         with _clients(head.api, ask):
             _requests_end(head.api, ask.batch)  # warm
-            cycle_s = _cycle_s(head.api, ask.batch)
-    say(f"a cycle takes {cycle_s * 1e3:.3f} ms")
-    return Served(ask.layers, ask.batch, ask.prompt_tokens, ask.output_tokens, cycle_s)
+            cycles = cycles_of(_readings(head.api))
+    say(
+        f"a cycle takes {cycles.cycle_s * 1e3:.3f} ms, of which the stage "
+        f"{cycles.step_s * 1e3:.3f} ms"
+    )
+    return Served(ask.layers, ask.batch, ask.prompt_tokens, ask.output_tokens, cycles)
 
 
 @contextlib.contextmanager
@@ -205,30 +215,37 @@ def _stream(endpoint: str, ask: ServeAsk, number: int, length: int, stop: thread
 # ------------------------------------------------------------------------------------- reading
 
 
-def _cycle_s(endpoint: str, batch: int) -> float:
-    """The mean time per output token of the requests that end in a while."""
-    before = _tpot(endpoint)
-    began = time.monotonic()
-    _requests_end(endpoint, 2 * batch, before)
-    time.sleep(max(0.0, _LEAST_S - (time.monotonic() - began)))
-    after = _tpot(endpoint)
-    return (after[0] - before[0]) / (after[1] - before[1])
+def _readings(endpoint: str) -> list[Reading]:
+    """The counters at the ends of parts of the time; fewer parts where steps take long."""
+    end = time.monotonic() + CYCLES_S
+    found = [_reading(endpoint)]
+    while len(found) < 2 or (len(found) <= _PARTS and time.monotonic() < end):
+        found.append(_next_reading(endpoint, found[-1]))
+    return found
 
 
-def _requests_end(endpoint: str, count: int, since: tuple[float, float] = (0.0, 0.0)) -> None:
+def _next_reading(endpoint: str, last: Reading) -> Reading:
+    time.sleep(_PART_S)  # without asking: the head is what is measured
+    words = f"not {_PART_STEPS} steps of the trial were done"
+    _until(lambda: _reading(endpoint).steps >= last.steps + _PART_STEPS, CYCLES_S, words)
+    return _reading(endpoint)
+
+
+def _reading(endpoint: str) -> Reading:
+    steps, computed_s, at_s = _figures(endpoint, _COUNTERS)
+    return Reading(int(steps), computed_s, at_s)
+
+
+def _requests_end(endpoint: str, count: int) -> None:
     words = f"not {count} requests of the trial ended"
-    _until(lambda: _tpot(endpoint)[1] >= since[1] + count, CYCLES_S, words)
+    _until(lambda: _figures(endpoint, (_ENDED,))[0] >= count, CYCLES_S, words)
 
 
-def _tpot(endpoint: str) -> tuple[float, float]:
-    """Sum and count of the head's own times per output token."""
+def _figures(endpoint: str, names: Sequence[str]) -> list[float]:
+    """Figures of the head's page, by name."""
     with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:  # noqa: S310 - http
         text = answer.read().decode()
-    found = {
-        kind: match
-        for kind in ("sum", "count")
-        if (match := re.search(rf"^{_TPOT}_{kind}{{.*}} (\S+)$", text, re.M)) is not None
-    }
-    if len(found) < 2:
-        raise ServiceError("the head's metrics have no time per output token")
-    return float(found["sum"][1]), float(found["count"][1])
+    found = [re.search(rf"^{name}{{.*}} (\S+)$", text, re.M) for name in names]
+    if None in found:
+        raise ServiceError(f"the head's metrics lack one of {', '.join(names)}")
+    return [float(match[1]) for match in found if match is not None]

@@ -16,6 +16,7 @@ import msgspec
 
 from flexslurm.engine.families import ModelInfo, tp_degrees
 from flexslurm.engine.footprint import block_bytes, stage_bytes
+from flexslurm.engine.served_cycles import Cycles
 from flexslurm.errors import CapacityError, ConfigError, DeadlineExceeded, ModelError
 from flexslurm.messages import Chunk, ChunkSampling, Pacing, SamplingParams
 from flexslurm.planner.profiles import Row
@@ -112,13 +113,13 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A replica of one stage, as it served: each of `batch` sequences got a token a cycle."""
+    """A replica as it served: each of `batch` sequences got a token a cycle."""
 
     layers: int
     batch: int
     prompt_tokens: int
     output_tokens: int
-    cycle_s: float
+    cycles: Cycles
 
 
 class TrialOutcome(msgspec.Struct, frozen=True):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import flexslurm
 from flexslurm.gateway.node_metrics import Readings
-from flexslurm.gateway.port import Serving
+from flexslurm.gateway.port import Serving, StepTotals
 from flexslurm.messages import ServiceState
 
 _TTFT_S = (
@@ -164,6 +164,10 @@ class Metrics:
         """
         self.registry.register(_FiguresCollector(self._model, figures))
 
+    def watch_steps(self, totals: Callable[[], StepTotals]) -> None:
+        """Read the counts of steps from here at each scrape; once in the life of the registry."""
+        self.registry.register(_StepsCollector(self._model, totals))
+
     def watch_nodes(self, readings: Callable[[], Readings]) -> None:
         """Read the nodes' ports and cards from here at each scrape."""
         self._nodes = readings
@@ -193,6 +197,34 @@ class _FiguresCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering reads no figures."""
+        return ()
+
+
+class _StepsCollector(Collector):
+    """Steps that were answered, and what they computed: the rest of a cycle is between them."""
+
+    def __init__(self, model_name: str, totals: Callable[[], StepTotals]) -> None:
+        self._model, self._totals = model_name, totals
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._totals()
+        for stem, words, value in (
+            ("steps", "Steps answered by the last stages.", now.steps),
+            ("step_compute_seconds", "Seconds that the last stages computed.", now.computed_s),
+        ):
+            counter = CounterMetricFamily(f"flexslurm_{stem}", words, labels=("model_name",))
+            counter.add_metric((self._model,), value)
+            yield counter
+        clock = GaugeMetricFamily(
+            "flexslurm_last_step_seconds",
+            "When the last step was answered, on a steady clock of the head.",
+            labels=("model_name",),
+        )
+        clock.add_metric((self._model,), now.last_at_s)
+        yield clock
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering reads no counts."""
         return ()
 
 

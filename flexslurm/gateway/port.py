@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -30,6 +30,16 @@ class Serving(msgspec.Struct, frozen=True):
     replicas: int
     gpus: int
     reason: str = ""
+
+
+class StepTotals(NamedTuple):
+    """Steps of all replicas since the head began, for /metrics."""
+
+    steps: int = 0
+    computed_s: float = 0.0
+    """Seconds that their last stages computed."""
+    last_at_s: float = 0.0
+    """When the last of them was answered, on a steady clock."""
 
 
 class Generator(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexslurm.control.installed import InstalledReplica, ReplicaKey
 from flexslurm.engine.driver import Driver, Hooks
+from flexslurm.gateway.port import StepTotals
 from flexslurm.head.ledger import Adoption, Ledger
 from flexslurm.head.ramp import Ramps
 from flexslurm.messages import Message, StepDone, StepFailed
@@ -37,6 +38,11 @@ class Replicas:
         self._arriving: dict[ReplicaKey, Driver] = {}
         """Made for a shift that is under way, and not attached."""
         self._ramps = Ramps()
+        self._steps = StepTotals()
+
+    def steps(self) -> StepTotals:
+        """What was done so far, by drivers that are closed too."""
+        return self._steps
 
     def driver(self, key: ReplicaKey) -> Driver | None:
         return self.open.get(key) or self._arriving.get(key)
@@ -130,6 +136,8 @@ class Replicas:
         if driver is None:
             return
         driver.on_step_done(done)
+        so_far = self._steps
+        self._steps = StepTotals(so_far.steps + 1, so_far.computed_s + done.compute_s, self._now())
         weight = self._ramps.look(driver.seat, driver.step_times.count)
         if weight is not None:
             log.info("replica %d of epoch %d: %.0f %% of its traffic", done.replica, done.epoch,

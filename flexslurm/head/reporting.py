@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flexslurm.control.events import Measured
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.state import Control
 from flexslurm.engine.driver import Driver
+from flexslurm.gateway.node_metrics import Readings
+from flexslurm.gateway.port import StepTotals
 from flexslurm.head.api_server import ApiServer
 from flexslurm.head.installs import Installs
 from flexslurm.head.ledger import Ledger
@@ -36,11 +38,13 @@ class Reporter:
         self._started_at = time.monotonic()
         self._counted_epoch = 0
 
-    def begin(self) -> None:
-        """Shifts of earlier heads are not counted."""
+    def begin(self, nodes: Callable[[], Readings], steps: Callable[[], StepTotals]) -> None:
+        """Let the metrics page read what is counted; shifts of earlier heads are not."""
         self._counted_epoch = self._control.epoch
         judge = self._measuring.judge
         self._api.metrics.watch_figures(lambda: judge.judge(time.monotonic()).figures())
+        self._api.metrics.watch_nodes(nodes)
+        self._api.metrics.watch_steps(steps)
 
     def take(self, message: Message) -> None:
         """Note what a worker says of its installs."""

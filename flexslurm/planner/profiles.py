@@ -128,11 +128,14 @@ def read_profile(text: str, file: str) -> Profile:
     )
 
 
-def write_profile(about: Mapping[str, object], rows: Iterable[Row]) -> str:
-    """Rows as CSV text that `read_profile` reads."""
+def write_profile(
+    about: Mapping[str, object], rows: Iterable[Row], remarks: Iterable[str] = ()
+) -> str:
+    """Rows as CSV text that `read_profile` reads; remarks, without `=`, are for people."""
     head = " ".join(f"{key}={about[key]}" for key in ("model", "gpu_type", "tp", "dtype"))
     lines = [f"# {head}", ",".join(COLUMNS)]
     lines += [f"{r.phase},{r.layers},{r.batch},{r.context},{r.seconds:.9g}" for r in rows]
+    lines += [f"# {remark}" for remark in remarks]
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from flexslurm.cli.served_trial import ServeAsk
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.engine.served_cycles import Cycles
 from flexslurm.engine.trial import Served
 from flexslurm.planner.profiles import Row, read_profile, write_profile
 
@@ -62,16 +63,30 @@ def test_a_small_memory_serves_fewer_and_none_is_said(tiny_model: Path) -> None:
     assert none is None and "do not hold the whole model" in said[0]
 
 
-@pytest.mark.parametrize("extra_s", [HEAD_S, -HEAD_S])
+@pytest.mark.parametrize(
+    ("step_s", "expected_s"),
+    [
+        pytest.param(6 * LAYER_S + STEP_S, HEAD_S, id="as-alone"),
+        pytest.param(6 * LAYER_S + STEP_S + 3e-3, HEAD_S + 3e-3, id="longer-in-a-service"),
+        pytest.param(6 * LAYER_S, HEAD_S, id="longer-alone"),
+    ],
+)
 def test_what_a_cycle_takes_besides_is_what_the_stage_does_not(
-    tiny_model: Path, extra_s: float
+    tiny_model: Path, step_s: float, expected_s: float
 ) -> None:
-    """A machine of flat times: six layers, a step, and the rest is the head's; never below 0."""
+    """A machine of flat times: six layers, a step, and the rest is the head's."""
     rows = [Row("decode", 1, batch, 32, LAYER_S) for batch in (1, 8, 64)]
     rows += [Row("prefill", 1, 1, new, LAYER_S) for new in (8, 64)]
     rows += [Row("step", 1, 1, 0, STEP_S)]
     profile = read_profile(write_profile(ABOUT, rows), "p.csv")
-    served = Served(6, 8, 32, 32, 6 * LAYER_S + STEP_S + extra_s)
-    row = head_row(served, profile, site(), options(tiny_model))
+    cycles = Cycles(step_s + HEAD_S, step_s, HEAD_S, HEAD_S, HEAD_S, 5e-4)
+    row = head_row(Served(6, 8, 32, 32, cycles), profile, site(), options(tiny_model))
     assert row[:4] == ("head", 6, 8, 0)
-    assert row.seconds == pytest.approx(max(0.0, extra_s), abs=2e-4)
+    assert row.seconds == pytest.approx(expected_s, abs=2e-4)
+
+
+def test_a_remark_is_for_those_who_look_at_the_file() -> None:
+    rows = [Row("decode", 1, batch, 32, LAYER_S) for batch in (1, 8)]
+    text = write_profile(ABOUT, rows, ["a served cycle: 3.000 ms"])
+    assert text.endswith("# a served cycle: 3.000 ms\n")
+    assert read_profile(text, "p.csv") == read_profile(write_profile(ABOUT, rows), "p.csv")

@@ -71,7 +71,7 @@ class World:
         self.replicas.on_step_done(
             StepDone(
                 worker=workers[-1], epoch=step.epoch, replica=step.replica, step=step.step,
-                tokens=tokens,
+                tokens=tokens, compute_s=0.25,
             )
         )  # fmt: skip
         return True
@@ -259,6 +259,22 @@ def test_answers_of_drivers_that_are_gone_are_dropped(world: World) -> None:
     )
     world.replicas.detach([old], "again")
     assert not world.ledger.empty and not world.broken
+
+
+def test_steps_are_counted_over_all_drivers_that_ever_served(world: World) -> None:
+    first, second = world.arrive(1, 0), world.arrive(2, 0)
+    world.open(first)
+    world.submit(2, max_tokens=2)
+    while world.answer():
+        pass
+    done = world.replicas.steps().steps
+    assert done == world.steps[first] > 0
+    world.open(second, closed=(first,))
+    world.submit(1, max_tokens=2)
+    while world.answer():
+        pass
+    assert world.replicas.steps().steps == done + world.steps[second]
+    assert world.replicas.steps().computed_s == pytest.approx(0.25 * (done + world.steps[second]))
 
 
 def test_a_failed_step_breaks_the_replica_of_that_worker_alone(world: World) -> None:

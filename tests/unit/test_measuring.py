@@ -14,6 +14,7 @@ from flexslurm.control.trends import Sample, p95
 from flexslurm.engine.load import SchedulerLoad
 from flexslurm.errors import ConfigError
 from flexslurm.gateway.metrics import Metrics
+from flexslurm.gateway.port import StepTotals
 from flexslurm.head.meter import Meter
 from flexslurm.head.observer import SequenceSummary, SilentObserver
 from flexslurm.head.settings import policy_settings, risk_kind
@@ -230,3 +231,12 @@ def test_an_interval_is_no_longer_than_its_window() -> None:
     with pytest.raises(ConfigError) as caught:
         service(profiling={"interval_sec": 90, "window_minutes": 1})
     assert "no longer than the window" in str(caught.value)
+
+
+def test_the_steps_are_on_the_metrics_page() -> None:
+    metrics = Metrics("m")
+    metrics.watch_steps(lambda: StepTotals(3, 0.25, 17.5))
+    lines = page(metrics).splitlines()
+    assert 'flexslurm_steps_total{model_name="m"} 3.0' in lines
+    assert 'flexslurm_step_compute_seconds_total{model_name="m"} 0.25' in lines
+    assert 'flexslurm_last_step_seconds{model_name="m"} 17.5' in lines
