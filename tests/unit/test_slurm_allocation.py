@@ -303,6 +303,9 @@ def test_pilots_are_processes_of_one_step(submitter: AllocationSubmitter, tmp_pa
     # one ends by itself, and its node is free again, in the same step
     submitter.cancel([jobs["p-1"]])
     wait(lambda: submitter._steps.states([jobs["p-1"]])[jobs["p-1"]].state.over, 20, "it has ended")
+    places = {job: info.nodes for job, info in submitter.states(list(jobs.values())).items()}
+    assert places[jobs["p-1"]] == ("n1",), "where it ran"
+    assert {places[jobs["p-2"]], places[jobs["p-3"]]} == {("n2",), ("n3",)}
     again = submitter.submit(pilot(tmp_path, "p-1", "big", 2, "exit 9"))
     assert submitter.wait(again, every_s=0.05).exit_code == 9
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
@@ -319,7 +322,7 @@ def test_a_step_that_dies_takes_its_pilots_with_it(
     submitter: AllocationSubmitter, tmp_path: Path
 ) -> None:
     job = submitter.submit(pilot(tmp_path, "p-1", "big", 2, "echo $$ up; exec sleep 300"))
-    log = tmp_path / "logs" / "p-1" / "p-1.n1.log"
+    log = tmp_path / "logs" / "p-1" / f"p-1.{submitter.job_id}.n1.log"
     wait(lambda: log.exists() and "up" in log.read_text(), 30, "it runs")
     (step,) = submitter.find(STEP_NAME)
     submitter._steps.cancel([step])
