@@ -46,7 +46,9 @@ class Operator:
             case CordonAsk(fragment=fragment, cordon=cordon):
                 self._check_fragment(fragment)
                 self._tell(Cordon(fragment, cordon))
-                return AskDone(message=f"{fragment}: {'cordoned' if cordon else 'in use'}")
+                here = bool(self._control.members.of_fragment(fragment))
+                use = "in use" if here else "in use once it is here"
+                return AskDone(message=f"{fragment}: {'cordoned' if cordon else use}")
             case DrainAsk(fragment=fragment):
                 self._check_fragment(fragment)
                 self._tell(Cordon(fragment, cordon=True, drain=True))

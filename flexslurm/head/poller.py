@@ -132,7 +132,9 @@ class JobPoller:
 
     def _look(self, pilot: Pilot, info: JobInfo) -> None:
         job_id, over = pilot.job_id, info.state.over
-        self.views[job_id] = JobView(str(info.state), info.reason, over)
+        before = self.views.get(job_id)
+        nodes = info.nodes or (before.nodes if before is not None and over else ())
+        self.views[job_id] = JobView(str(info.state), info.reason, over, nodes)
         if over and job_id not in self._over:
             self._over.add(job_id)
             self._tell(PilotGone(pilot.fragment, f"Slurm: {info.state} {info.reason}".strip()))

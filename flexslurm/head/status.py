@@ -33,6 +33,8 @@ class JobView:
     state: str
     reason: str
     ended: bool
+    nodes: tuple[str, ...] = ()
+    """Where it runs; of one that has ended, where it ran."""
 
 
 def status_answer(
@@ -152,20 +154,23 @@ def _fragments(
         for agent in agents:
             yield _of_agent(agent, control, slots, installs, now)
         if not agents:
-            yield _without_agent(pilot, jobs.get(pilot.job_id))
+            drained = pilot.fragment in control.members.draining
+            yield _without_agent(pilot, jobs.get(pilot.job_id), drained)
     for agents in by_fragment.values():
         for agent in agents:
             yield _of_agent(agent, control, slots, installs, now)
 
 
-def _without_agent(pilot: Pilot, job: JobView | None) -> FragmentStatus:
+def _without_agent(pilot: Pilot, job: JobView | None, drained: bool) -> FragmentStatus:
     state = "unknown" if job is None else job.state.lower()
+    if job is not None and job.ended:
+        state = "drained" if drained else "lost"
     return FragmentStatus(
         name=pilot.fragment,
         job_id=pilot.job_id,
-        node=None,
+        node=",".join(job.nodes) or None if job is not None else None,
         gpu_type=pilot.gpu_type,
-        state="lost" if job is not None and job.ended else state,
+        state=state,
         detail=job.reason if job is not None else "Slurm has not been asked yet",
         gpus=tuple(GpuStatus(index=i, worker=None, slot=None) for i in range(pilot.gpus)),
     )

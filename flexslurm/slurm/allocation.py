@@ -241,7 +241,7 @@ class AllocationSubmitter:
         return min(free, key=lambda node: node.gpus)
 
     def states(self, job_ids: Sequence[str]) -> dict[str, JobInfo]:
-        """The pilots on their nodes, with what is known of the job's end. Raises SlurmUnavailable."""
+        """The pilots, by node, with what is known of the job's end; raises SlurmUnavailable."""
         infos = {i: self._on_node(info) for i, info in self._steps.states(job_ids).items()}
         whole = self.client.jobs([self.job_id], self._grace())[self.job_id]
         return {

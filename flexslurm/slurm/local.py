@@ -99,6 +99,10 @@ class LocalSubmitter:
         here = {i: job for i, job in jobs.items() if job.get("place") and job["boot"] == _boot()}
         return {str(job["place"]): i for i, job in here.items() if not self._state(i).state.over}
 
+    def place_of(self, job_id: str) -> str | None:
+        """Where it was started to run, if that was noted."""
+        return read_json(self._jobs / job_id / "job.json").get("place")
+
     def command_of(self, job_id: str) -> tuple[str, ...]:
         """What the job runs; empty for one that is not known."""
         return tuple(read_json(self._jobs / job_id / "job.json").get("command", ()))
