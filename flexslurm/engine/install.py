@@ -47,8 +47,8 @@ class Host:
     send: Callable[[Message], None]
     """Never raises: once the link is closed, the process is about to end."""
     transfers: Transfers
-    ended: Callable[[int], None]
-    """An epoch holds nothing any more."""
+    ended: Callable[[int, bool], None]
+    """An epoch is torn down, and whether nothing of it is left."""
 
 
 class Installer:

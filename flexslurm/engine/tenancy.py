@@ -242,7 +242,8 @@ class Tenancy:
     def _tear_down(self) -> None:
         self.phase = TenancyPhase.RETIRED
         self._runner = None
-        if not self._host.transfers.close(self.epoch, _CLOSE_S):
+        settled = self._host.transfers.close(self.epoch, _CLOSE_S)
+        if not settled:
             log.error("epoch %d: still moved after %g s", self.epoch, _CLOSE_S)
         stage, self._stage = self._stage, None
         if stage is not None:
@@ -253,7 +254,7 @@ class Tenancy:
         left = self._groups.close(_CLOSE_S)
         if left:
             log.error("epoch %d: still open after %g s: %s", self.epoch, _CLOSE_S, ", ".join(left))
-        self._host.ended(self.epoch)
+        self._host.ended(self.epoch, settled and not left)
 
 
 def _unexpected(error: Exception) -> Exception | None:

@@ -79,7 +79,7 @@ class Exit(IntEnum):
     HEAD_LOST = 3
     REFUSED = 4
     STUCK = 5
-    """An epoch could not be torn down in time."""
+    """An epoch could not be torn down in time, or left something behind."""
 
 
 class Worker:
@@ -269,7 +269,9 @@ class Worker:
 
     # ------------------------------------------------------------------ on an epoch's thread
 
-    def _ended(self, epoch: int) -> None:
+    def _ended(self, epoch: int, clean: bool) -> None:
+        if not clean:  # what it held is used yet, and must not be counted as free
+            self._end(Exit.STUCK)
         with self._lock:
             self._tenancies.pop(epoch, None)
 
