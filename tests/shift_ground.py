@@ -30,6 +30,8 @@ from tests.service_census import Census, ports_left
 from tests.service_harness import Ask, RunningService, check, finish, running, some_asks
 
 BLOCK_TOKENS = 16
+LEFT_OPEN = ": still open after"
+"""What a worker says of groups that did not close."""
 
 
 def layout(*stages: int | tuple[int, int], layers: int = 6) -> str:
@@ -275,6 +277,9 @@ def ground(
         before = leaks.take(os.environ[leaks.TOKEN_VARIABLE])
         with running(home, settings, site) as service:
             yield Ground(service, model, file, expected, long, before)
+            logs = sorted(path for path in service.directory.logs.rglob("*") if path.is_file())
+            found = [path.name for path in logs if LEFT_OPEN in path.read_text(errors="replace")]
+            assert not found, f"workers could not close an epoch's groups: {found}"
 
 
 def alive(pid: int) -> str:
