@@ -290,13 +290,13 @@ def _life_s(client: SlurmClient, where: Path, *options: str) -> tuple[float, flo
     began = time.monotonic()
     job = client.submit(script(where, "true\n"), "--output=/dev/null", *options)
     submitted = time.monotonic()
-
-    def done() -> bool:
-        states = [node.state.base for node in client.nodes()]
-        return client.jobs([job.base])[job.base].state.over and set(states) == {"IDLE"}
-
-    wait(done, 20, "the job has ended and its node is idle")
-    return submitted - began, time.monotonic() - began
+    while True:
+        info = client.jobs([job.base])[job.base]
+        states = [node.state for node in client.nodes(info.nodes)] if info.nodes else []
+        if info.state.over and [state.base for state in states] == ["IDLE"]:
+            return submitted - began, time.monotonic() - began
+        assert time.monotonic() < submitted + 20, (info, states)
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("needs_spank")
