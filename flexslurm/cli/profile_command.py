@@ -17,6 +17,7 @@ from flexslurm.cli import shared_options as shared
 if TYPE_CHECKING:
     from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import Site
+    from flexslurm.engine.served_cycles import Cycles
     from flexslurm.engine.trial import Run, Served, Trial, TrialOutcome
     from flexslurm.planner.problem import Problem, StageKind
     from flexslurm.planner.profiles import Profile, Row
@@ -182,7 +183,10 @@ def with_pacing(
 def plan_serving(
     site: Site, tp: int, options: dict[str, Any], say: Callable[[str], None]
 ) -> ServeAsk | None:
-    """One replica of one stage, full; None, said, where the GPUs do not hold the whole model."""
+    """One replica of one stage, full; None, said, where the GPUs do not hold the whole model.
+
+    Virtual GPUs cost nothing, so that two stages are served too.
+    """
     from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import MeasuredSettings
     from flexslurm.planner.problem import StageKind
@@ -200,6 +204,8 @@ def plan_serving(
         dtype=options["dtype"], gpu_type=options["gpu_type"], tp=tp, layers=problem.layers,
         batch=batch, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens,
         block_tokens=limits.block_tokens, max_batch_tokens=limits.max_batch_tokens,
+        halves=problem.layers > 1 and batch > 1 and site.gpu_types[options["gpu_type"]].virtual
+        is not None,
     )  # fmt: skip
 
 
@@ -228,18 +234,33 @@ def served_problem(
     return Problem(spec, topology, goal, load_acted(topology, options["dtype"]), profiles)
 
 
-def head_row(served: Served, profile: Profile, site: Site, options: dict[str, Any]) -> Row:
-    """What a cycle of the replica that was served took more than its stage's step."""
+def served_rows(
+    served: Served, profile: Profile, site: Site, options: dict[str, Any]
+) -> tuple[list[Row], list[str]]:
+    """What cycles of the replicas that were served took more than their steps; and it in words."""
     from flexslurm.planner.profiles import Row
 
-    alone_s = alone_step_s(served, profile, site, options)
-    return Row("head", served.layers, served.batch, 0, served.cycles.head_s(alone_s))
-
-
-def alone_step_s(served: Served, profile: Profile, site: Site, options: dict[str, Any]) -> float:
-    """The step that the measurements of the stage alone give for what was served."""
+    layers, batch = served.layers, served.batch
     problem = served_problem(site, options, {profile.kind: profile})
-    return float(problem.times(profile.kind, served.batch, 1)[0, served.layers])
+    alone_s = float(problem.times(profile.kind, batch, 1)[0, layers])
+    head_s = served.cycles.head_s(alone_s)
+    rows = [Row("head", layers, batch, 0, head_s)]
+    remarks = [served.cycles.words(alone_s)]
+    if served.halves is not None:
+        passed = pass_s(served.halves, problem, profile.kind, batch, head_s)
+        rows.append(Row("pass", layers, batch, 0, passed))
+        remarks.append(served.halves.words_of_halves(passed))
+    return rows, remarks
+
+
+def pass_s(cycles: Cycles, problem: Problem, kind: StageKind, batch: int, head_s: float) -> float:
+    """What a cycle of two stages takes besides their steps and the head; 0 where that is noise."""
+    from flexslurm.engine.trial import first_half
+
+    middle = first_half(problem.layers)
+    times = problem.times(kind, -(-batch // 2), 2)
+    slowest_s = float(max(times[0, middle], times[middle, problem.layers]))
+    return max(0.0, cycles.cycle_s - 2 * slowest_s - head_s)
 
 
 def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
@@ -258,9 +279,8 @@ def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -
     text = write_profile(about, rows)
     if outcome.served is not None:
         profile = read_profile(text, "the trial")
-        row = head_row(outcome.served, profile, site, options)
-        alone_s = alone_step_s(outcome.served, profile, site, options)
-        text = write_profile(about, [*rows, row], [outcome.served.cycles.words(alone_s)])
+        more, remarks = served_rows(outcome.served, profile, site, options)
+        text = write_profile(about, [*rows, *more], remarks)
     path: Path = options["folder"] / f"{name}-{gpu_type}-tp{tp}-{dtype}.csv"
     read_profile(text, str(path))
     try:

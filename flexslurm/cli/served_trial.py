@@ -1,4 +1,4 @@
-"""Serves a model on one stage kind of this machine and times whole cycles; only that.
+"""Serves a model on one stage kind of this machine and counts whole cycles; only that.
 
 A trial of stages says how long they compute. What lies between the last stage's token and the next
 step on the first (head, messages, streams to clients, processes that share the cores) is seen only
@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flexslurm.engine.served_cycles import Reading, cycles_of
-from flexslurm.engine.trial import Served
+from flexslurm.engine.served_cycles import Cycles, Reading, cycles_of
+from flexslurm.engine.trial import Served, first_half
 from flexslurm.errors import DeadlineExceeded, ServiceError
 
 Say = Callable[[str], None]
@@ -57,17 +57,24 @@ class ServeAsk(msgspec.Struct, frozen=True):
     output_tokens: int
     block_tokens: int
     max_batch_tokens: int
+    halves: bool = False
+    """By two stages too, which takes twice as many GPUs."""
 
     @property
     def layout(self) -> str:
         return f"{self.gpu_type} tp{self.tp} [0,{self.layers})"
+
+    @property
+    def layout_of_halves(self) -> str:
+        kind, middle = f"{self.gpu_type} tp{self.tp}", first_half(self.layers)
+        return f"{kind} [0,{middle}) → {kind} [{middle},{self.layers})"
 
     def service(self) -> dict[str, Any]:
         """The service file of the trial."""
         return {
             "name": "trial",
             "model": {"path": self.model, "dtype": self.dtype, "name": "trial"},
-            "pool": [{"gpu_type": self.gpu_type, "gpus": self.tp, "count": 1}],
+            "pool": [{"gpu_type": self.gpu_type, "gpus": self.tp, "count": 1 + self.halves}],
             "keeping": {"enabled": False},
             "gateway": {"host": "127.0.0.1"},
             "serving": {
@@ -84,6 +91,11 @@ class ServeAsk(msgspec.Struct, frozen=True):
         }
 
 
+def served_limit_s(ask: ServeAsk) -> float:
+    """The most time that `serve` takes, but for ending."""
+    return START_S + (1 + ask.halves) * (START_S + 3 * CYCLES_S)
+
+
 def serve(ask: ServeAsk, home: Path, say: Say) -> Served:
     """The cycles of the replica; the service is ended whatever happens.
 
@@ -92,20 +104,31 @@ def serve(ask: ServeAsk, home: Path, say: Say) -> Served:
     with _launched(ask, home) as directory:
         head = directory.head()
         assert head is not None, "a service that serves has published its head"
-        say(f"serving {ask.layout} to {round(_MORE * ask.batch)} streams")
         with _clients(head.api, ask):
-            _requests_end(head.api, ask.batch)  # warm
-            cycles = cycles_of(_readings(head.api))
+            whole = _cycles(directory, head.api, ask, ask.layout, 1, say)
+            halves = None
+            if ask.halves:
+                halves = _cycles(directory, head.api, ask, ask.layout_of_halves, 2, say)
+    return Served(ask.layers, ask.batch, ask.prompt_tokens, ask.output_tokens, whole, halves)
+
+
+def _cycles(
+    directory: Any, endpoint: str, ask: ServeAsk, layout: str, stages: int, say: Say
+) -> Cycles:
+    _into(directory, layout)
+    say(f"serving {layout} to {round(_MORE * ask.batch)} streams")
+    _requests_end(endpoint, ask.batch)  # warm
+    cycles = cycles_of(_readings(endpoint), stages)
     say(
-        f"a cycle takes {cycles.cycle_s * 1e3:.3f} ms, of which the stage "
+        f"a cycle takes {cycles.cycle_s * 1e3:.3f} ms, a step of the last stage "
         f"{cycles.step_s * 1e3:.3f} ms"
     )
-    return Served(ask.layers, ask.batch, ask.prompt_tokens, ask.output_tokens, cycles)
+    return cycles
 
 
 @contextlib.contextmanager
 def _launched(ask: ServeAsk, home: Path) -> Iterator[Any]:
-    """The service's directory, once the wanted layout serves."""
+    """The service's directory, once it serves."""
     from flexslurm.cli import launch, submitting
     from flexslurm.cli.stopping import stop_service
     from flexslurm.config.schema import parse_section
@@ -120,7 +143,6 @@ def _launched(ask: ServeAsk, home: Path) -> Iterator[Any]:
     try:
         submitting.execute(plan, _silent)
         launch.wait_until_serving(plan, _silent, START_S)
-        _into(directory, ask.layout)
         yield directory
     finally:
         stop_service(directory, 0.0, 30.0, _silent)
@@ -238,7 +260,12 @@ def _reading(endpoint: str) -> Reading:
 
 def _requests_end(endpoint: str, count: int) -> None:
     words = f"not {count} requests of the trial ended"
-    _until(lambda: _figures(endpoint, (_ENDED,))[0] >= count, CYCLES_S, words)
+    wanted = _ended(endpoint) + count
+    _until(lambda: _ended(endpoint) >= wanted, CYCLES_S, words)
+
+
+def _ended(endpoint: str) -> float:
+    return _figures(endpoint, (_ENDED,))[0]
 
 
 def _figures(endpoint: str, names: Sequence[str]) -> list[float]:

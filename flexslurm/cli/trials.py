@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from flexslurm import errors
-from flexslurm.cli.served_trial import CYCLES_S, START_S, ServeAsk
+from flexslurm.cli.served_trial import ServeAsk, served_limit_s
 from flexslurm.config.site import Site
 from flexslurm.engine.trial import Trial, TrialOutcome
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, SlurmError
@@ -53,7 +53,7 @@ def run_trial(
         limit_s = _START_S + trial.budget_s
         if served is not None:
             (place / "serve.json").write_bytes(msgspec.json.encode(served))
-            limit_s += START_S + 3 * CYCLES_S
+            limit_s += served_limit_s(served)
         if where.local:
             _run_here(place, site, limit_s, say)
         else:

@@ -36,7 +36,7 @@ class Cycles(msgspec.Struct, frozen=True):
 
     cycle_s: float
     step_s: float
-    """What the stage computed in it, as the workers say."""
+    """What the last stage computed in a step, as the workers say."""
     besides_s: float
     low_s: float
     high_s: float
@@ -57,21 +57,29 @@ class Cycles(msgspec.Struct, frozen=True):
             f"{_ms(self.high_s)})"
         )
 
+    def words_of_halves(self, passed_s: float) -> str:
+        return (
+            f"a served cycle of two stages: {_ms(self.cycle_s)}; a step of the last "
+            f"{_ms(self.step_s)}; passing on {_ms(passed_s)}"
+        )
+
     def head_s(self, alone_s: float) -> float:
         """What a cycle takes more than a step that was measured alone."""
         return self.besides_s + self.longer_s(alone_s)
 
 
-def cycles_of(readings: Sequence[Reading]) -> Cycles:
-    """What the parts between readings say of a replica of one stage that was always busy.
+def cycles_of(readings: Sequence[Reading], stages: int = 1) -> Cycles:
+    """What the parts between readings say of a replica of so many stages that was always busy.
 
-    Raises ServiceError where no part has a step.
+    In a cycle each stage does a step for each of as many micro-batches as there are stages; of
+    more than one stage `besides_s` is what the last one waits in that time. Raises ServiceError
+    where no part has a step.
     """
-    parts = [_mean(a, b) for a, b in itertools.pairwise(readings) if b.steps > a.steps]
+    parts = [_mean(a, b, stages) for a, b in itertools.pairwise(readings) if b.steps > a.steps]
     if not parts:
         raise ServiceError("the replica of the trial did no step while it was looked at")
     cycles, steps = [cycle for cycle, _ in parts], [step for _, step in parts]
-    besides = [max(0.0, cycle - step) for cycle, step in parts]
+    besides = [max(0.0, cycle - stages * step) for cycle, step in parts]
     low_s, besides_s, high_s = _quartiles(besides)
     step_low_s, step_s, step_high_s = _quartiles(steps)
     return Cycles(
@@ -88,10 +96,10 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _mean(since: Reading, now: Reading) -> tuple[float, float]:
-    """Seconds of a cycle, and of its step."""
+def _mean(since: Reading, now: Reading, stages: int) -> tuple[float, float]:
+    """Seconds of a cycle, and of a step of the last stage."""
     steps = now.steps - since.steps
-    return (now.at_s - since.at_s) / steps, (now.computed_s - since.computed_s) / steps
+    return stages * (now.at_s - since.at_s) / steps, (now.computed_s - since.computed_s) / steps
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:

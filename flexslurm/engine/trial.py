@@ -120,6 +120,14 @@ class Served(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     cycles: Cycles
+    """Of one stage that has all layers."""
+    halves: Cycles | None = None
+    """Of two stages that have half of them each; None: there were no GPUs for them."""
+
+
+def first_half(layers: int) -> int:
+    """Layers of the first of two stages: the last has the head."""
+    return -(-layers // 2)
 
 
 class TrialOutcome(msgspec.Struct, frozen=True):

@@ -60,6 +60,9 @@ class StepTimes(Protocol):
     @property
     def head(self) -> Callable[[float], float] | None: ...
 
+    @property
+    def passing(self) -> Callable[[float], float]: ...
+
 
 class Tier(msgspec.Struct, frozen=True):
     """What is given up when nothing meets all that was asked for."""
@@ -159,21 +162,26 @@ class Problem:
 
         Infinite for no layers. All stages work on a micro-batch each, and pass on together: a step
         is as long as one with prefill where any of the micro-batches brings some. Has its part of
-        what a cycle takes besides, where that was measured to be more than `Topology.step_s`.
+        what was measured that a cycle takes besides.
         """
         load = self.load
         share = load.prefill_share(slots * depth)
         times = self._cached(kind, "mixed", slots)
         if share < 1.0:
             times = (1.0 - share) * self._cached(kind, "decode", slots) + share * times
-        return times + self._more_s(kind, slots * depth) / depth
+        return times + self._more_s(kind, slots * depth, depth) / depth
 
-    def _more_s(self, kind: StageKind, batch: int) -> float:
-        """What a cycle takes besides its steps, beyond what `cycle_s` counts for every kind."""
+    def _more_s(self, kind: StageKind, batch: int, depth: int) -> float:
+        """What a cycle takes besides its steps, beyond what `cycle_s` counts for every kind.
+
+        Once what lies between the last stage's token and the next step, and what passing a step on
+        to each further stage takes beyond the link.
+        """
         profile = self.profiles.get(kind)
-        if profile is None or profile.head is None:
+        if profile is None:
             return 0.0
-        return max(0.0, profile.head(batch) - self.topology.step_s)
+        head_s = 0.0 if profile.head is None else profile.head(batch) - self.topology.step_s
+        return max(0.0, head_s) + (depth - 1) * profile.passing(batch)
 
     def full_times(self, kind: StageKind, slots: int) -> Floats:
         """As `times`, of a step in which a sequence brings as much prefill as it may hold."""

@@ -9,6 +9,7 @@ A profile is of one model on one stage kind. Its rows are `phase,layers,batch,co
     last     what a stage adds that holds the head, for `batch` tokens whose logits are wanted
     load     reading the weights of `layers` layers
     head     what a served cycle of `batch` sequences takes besides the stage's step
+    pass     what each further stage of a pipeline adds to that
 
 A line `# model=NAME gpu_type=TYPE tp=N dtype=DTYPE` before them says of what. Decode and prefill
 rows are of `layers` layers without the ends, all-reduces included.
@@ -29,7 +30,7 @@ from flexslurm.errors import ConfigError
 from flexslurm.planner.problem import StageKind
 
 COLUMNS = ("phase", "layers", "batch", "context", "seconds")
-PHASES = ("decode", "prefill", "step", "first", "last", "load", "head")
+PHASES = ("decode", "prefill", "step", "first", "last", "load", "head", "pass")
 
 
 class Row(NamedTuple):
@@ -78,6 +79,8 @@ class Profile(msgspec.Struct, frozen=True):
     load_layer_s: float
     head: Ramp | None
     """By sequences: from the stage's token to its next step; None: not measured."""
+    passing: Ramp
+    """By sequences: what each further stage adds to a cycle besides its step."""
     new_tokens: tuple[float, float]
     """The range measured."""
     context_tokens: tuple[float, float]
@@ -123,6 +126,7 @@ def read_profile(text: str, file: str) -> Profile:
         last=_ramp([row for row in rows if row.phase == "last"]),
         load_layer_s=float(np.median(loads)) if loads else 0.0,
         head=_ramp(heads) if heads else None,
+        passing=_ramp([row for row in rows if row.phase == "pass"]),
         new_tokens=(min(p[0] for p in points), max(p[0] for p in points)),
         context_tokens=(min(p[1] for p in points), max(p[1] for p in points)),
     )

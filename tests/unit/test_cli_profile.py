@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexslurm.cli.profile_command import SERVED_BATCH, head_row, plan_serving
+from flexslurm.cli.profile_command import SERVED_BATCH, plan_serving, served_rows
 from flexslurm.cli.served_trial import ServeAsk
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
@@ -74,15 +74,46 @@ def test_a_small_memory_serves_fewer_and_none_is_said(tiny_model: Path) -> None:
 def test_what_a_cycle_takes_besides_is_what_the_stage_does_not(
     tiny_model: Path, step_s: float, expected_s: float
 ) -> None:
-    """A machine of flat times: six layers, a step, and the rest is the head's."""
+    cycles = Cycles(step_s + HEAD_S, step_s, HEAD_S, HEAD_S, HEAD_S, 5e-4)
+    (row,), remarks = rows_of_served(tiny_model, cycles)
+    assert row[:4] == ("head", 6, 8, 0) and len(remarks) == 1
+    assert row.seconds == pytest.approx(expected_s, abs=2e-4)
+
+
+@pytest.mark.parametrize(("more_s", "expected_s"), [(5e-3, 5e-3), (-5e-3, 0.0)])
+def test_what_a_second_stage_adds_is_what_its_steps_do_not(
+    tiny_model: Path, more_s: float, expected_s: float
+) -> None:
+    """Two steps of three layers, the head once, and the rest is passing on; never below 0."""
+    step_s, half_s = 6 * LAYER_S + STEP_S, 3 * LAYER_S + STEP_S
+    whole = Cycles(step_s + HEAD_S, step_s, HEAD_S, HEAD_S, HEAD_S, 5e-4)
+    cycle_s = 2 * half_s + HEAD_S + more_s
+    halves = Cycles(cycle_s, half_s, HEAD_S + more_s, 0.0, 0.0, 0.0)
+    (_, row), remarks = rows_of_served(tiny_model, whole, halves)
+    assert row[:4] == ("pass", 6, 8, 0) and len(remarks) == 2
+    assert row.seconds == pytest.approx(expected_s, abs=3e-4)
+
+
+def rows_of_served(
+    model: Path, whole: Cycles, halves: Cycles | None = None
+) -> tuple[list[Row], list[str]]:
+    """On a machine of flat times: each layer and each step take theirs, whatever they hold."""
     rows = [Row("decode", 1, batch, 32, LAYER_S) for batch in (1, 8, 64)]
     rows += [Row("prefill", 1, 1, new, LAYER_S) for new in (8, 64)]
     rows += [Row("step", 1, 1, 0, STEP_S)]
     profile = read_profile(write_profile(ABOUT, rows), "p.csv")
-    cycles = Cycles(step_s + HEAD_S, step_s, HEAD_S, HEAD_S, HEAD_S, 5e-4)
-    row = head_row(Served(6, 8, 32, 32, cycles), profile, site(), options(tiny_model))
-    assert row[:4] == ("head", 6, 8, 0)
-    assert row.seconds == pytest.approx(expected_s, abs=2e-4)
+    return served_rows(Served(6, 8, 32, 32, whole, halves), profile, site(), options(model))
+
+
+def test_virtual_gpus_are_served_by_two_stages_too(tiny_model: Path) -> None:
+    found, _ = ask(tiny_model)
+    assert found is not None and found.halves
+    assert found.layout_of_halves == "plain tp1 [0,3) → plain tp1 [3,6)"
+    assert parse_section(Service, str(found.service()), "service").pool[0].count == 2
+    real = parse_section(Site, "name: s\ngpu_types: {plain: {model: l4}}\n", "site.yaml")
+    alone = plan_serving(real, 1, options(tiny_model), print)
+    assert alone is not None and not alone.halves
+    assert parse_section(Service, str(alone.service()), "service").pool[0].count == 1
 
 
 def test_a_remark_is_for_those_who_look_at_the_file() -> None:

@@ -120,6 +120,22 @@ def test_what_a_cycle_takes_besides_counts_once_a_cycle() -> None:
         assert cycles[1] - cycles[0] == pytest.approx(6e-3 - FIGURES.step_s)
 
 
+def test_passing_on_counts_for_each_further_stage() -> None:
+    goal = Goal(Workload(64, 64), limits=EngineLimits(max_batch=16))
+    passing = [*rows(), Row("pass", 30, 8, 0, 4e-3)]
+    plain, passed = (
+        Problem(SPEC, FIGURES, goal, profiles={profile.kind: profile})
+        for profile in (read_profile(write_profile(ABOUT, r), "p.csv") for r in (rows(), passing))
+    )
+    kind = StageKind("l4", 1)
+    for depth in (1, 2, 5):
+        cycles = [
+            problem.cycle_s(depth, problem.times(kind, 4, depth)[3, 10])
+            for problem in (plain, passed)
+        ]
+        assert cycles[1] - cycles[0] == pytest.approx((depth - 1) * 4e-3)
+
+
 GOOD = write_profile(ABOUT, rows())
 
 

@@ -66,3 +66,9 @@ def test_a_step_of_a_virtual_clock_may_be_longer_than_its_cycle() -> None:
     found = cycles_of(readings([0.020] * 3, [-1e-4] * 3))
     assert found.besides_s == 0.0
     assert found == Cycles(found.cycle_s, found.step_s, 0.0, 0.0, 0.0, found.spread_s)
+
+
+def test_a_cycle_of_two_stages_is_two_steps_of_the_last_and_what_it_waits() -> None:
+    found = cycles_of(readings([0.010] * 3, [0.001] * 3), stages=2)
+    assert found.cycle_s == pytest.approx(0.022) and found.step_s == pytest.approx(0.010)
+    assert found.besides_s == pytest.approx(0.002)
