@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flexslurm.config.units import show_bytes
 from flexslurm.gear import Gear, NoGear, Replica, Signature
 
 if TYPE_CHECKING:
@@ -18,15 +19,6 @@ if TYPE_CHECKING:
     from flexslurm.planner.topology import Topology
 
 Planned = Mapping[Signature, Gear | NoGear]
-
-
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 def seconds(value: float) -> str:
@@ -54,14 +46,14 @@ def about(spec: ModelSpec, topology: Topology, used: Sequence[str], from_site: b
     """The model and the GPUs the plan is for, with where their figures come from."""
     lines = [
         f"{spec.name}: {spec.params / 1e9:.3g}B parameters, {spec.num_layers} layers, "
-        f"{size(spec.weight_bytes())} of weights in {spec.dtype}, "
-        f"{size(spec.kv_bytes_per_token())} of KV a token"
+        f"{show_bytes(spec.weight_bytes())} of weights in {spec.dtype}, "
+        f"{show_bytes(spec.kv_bytes_per_token())} of KV a token"
     ]
     for name in used:
         gpu = topology.gpu(name)
         acts = f", acts {gpu.acts_model}" if gpu.acts_model else ""
         lines.append(
-            f"  {name}: {size(gpu.memory_bytes)}, {gpu.memory_bandwidth / 1e9:,.4g} GB/s and "
+            f"  {name}: {show_bytes(gpu.memory_bytes)}, {gpu.memory_bandwidth / 1e9:,.4g} GB/s and "
             f"{gpu.flops / 1e12:,.4g} TFLOP/s in practice{acts} ({gpu.source})"
         )
     link = topology.node_link
@@ -111,7 +103,7 @@ def picture(gear: Gear) -> list[str]:
     lines = [
         f"{gear.name or '(nothing)'}: {gear.gpus} of {gear.signature.gpus()} GPUs, "
         f"{e.tokens_per_s:,.1f} tokens/s, loads in {seconds(e.load_s)}, "
-        f"at least {size(margin)} to spare on each GPU",
+        f"at least {show_bytes(margin)} to spare on each GPU",
         f"  {gear.reason}",
     ]
     forms = Counter(_bare(replica) for replica in gear.replicas)

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from flexslurm.config.units import show_bytes
 from flexslurm.engine.kv_moves import meetings
 from flexslurm.engine.ownership import Holding, Piece, ReplicaAt, ShardMap
 from flexslurm.engine.reshard import LinkKind
@@ -270,15 +271,6 @@ def _gpu_bytes(shards: ShardMap, worker: str, arena: int, gpu: _Gpu) -> GpuBytes
     )
 
 
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
-
-
 def _span(piece: Piece, segment: Piece) -> int:
     """Bytes of a segment that a view of it keeps, alignment at both ends included."""
     start = (piece.lo - segment.lo) * piece.unit_bytes
@@ -290,12 +282,12 @@ def _judge(gpus: tuple[GpuBytes, ...], parked: int) -> MemoryPlan:
     worst = max(gpus, key=lambda gpu: (gpu.short, gpu.worker), default=None)
     if worst is None or worst.short == 0:
         free = min((gpu.arena - gpu.most for gpu in gpus), default=0)
-        why = f"both gears fit: at least {size(free)} stay free on every GPU"
+        why = f"both gears fit: at least {show_bytes(free)} stay free on every GPU"
         return MemoryPlan(gpus, MemoryVerdict.BESIDE, 0, why, 0)
     why = (
-        f"both gears do not fit: {worst.worker} would need {size(worst.most)} "
-        f"(weights {size(worst.old_weights)} + {size(worst.new_weights)}, pages "
-        f"{size(worst.old_pages)} + {size(worst.new_pages)}) and has {size(worst.arena)}: "
-        f"{size(worst.short)} are short"
+        f"both gears do not fit: {worst.worker} would need {show_bytes(worst.most)} "
+        f"(weights {show_bytes(worst.old_weights)} + {show_bytes(worst.new_weights)}, pages "
+        f"{show_bytes(worst.old_pages)} + {show_bytes(worst.new_pages)}) "
+        f"and has {show_bytes(worst.arena)}: {show_bytes(worst.short)} are short"
     )
     return MemoryPlan(gpus, MemoryVerdict.STOP, worst.short, why, parked)

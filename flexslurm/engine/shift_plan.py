@@ -11,9 +11,10 @@ from functools import cached_property
 
 import msgspec
 
+from flexslurm.config.units import show_bytes
 from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
 from flexslurm.engine.kv_moves import meetings, movable, route_costs
-from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, memory_plan, size
+from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, memory_plan
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, bytes_by_link, weight_moves
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
@@ -154,11 +155,13 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         kept = ", ".join(f"{old} → {new}" for new, old in sorted(self.kept.items()))
         found = [f"replicas that stay: {kept or 'none'}"]
         for what, by_link in self.totals.items():
-            parts = [f"{size(by_link[link])} {_WORDS[link]}" for link in LinkKind if by_link[link]]
+            parts = [
+                f"{show_bytes(by_link[link])} {_WORDS[link]}" for link in LinkKind if by_link[link]
+            ]
             found.append(f"{what}: {', '.join(parts) or 'nothing'}")
         found.append(f"memory: {self.memory.why}")
         if self.memory.verdict is MemoryVerdict.STOP:
-            found.append(f"serving stops; {size(self.memory.parked_bytes)} of KV are parked")
+            found.append(f"serving stops; {show_bytes(self.memory.parked_bytes)} of KV are parked")
             found.append(self._handing_over())
         moving, lost = len(self.routes.to), len(self.recomputed)
         found.append(

@@ -96,21 +96,12 @@ class LocalJob:
     def _spawn(self, index: int) -> int:
         job = self.job
         log = Path(job["log_dir"]) / f"{job['name']}.{job['id']}.{job['name']}-{index}.log"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         env = dict(job["env"])
         if job["identity"]:  # what an agent reads of a Slurm step
             env |= {"SLURMD_NODENAME": f"{job['name']}-{index}", "SLURM_JOB_ID": job["id"]}
             if self.restarts:
                 env["SLURM_RESTART_COUNT"] = str(self.restarts)
-        return os.posix_spawnp(
-            job["command"][0], job["command"], env, setsid=True, setsigmask=[],
-            setsigdef=[signal.SIGPIPE],
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-        )  # fmt: skip
+        return processes.spawn_logged(job["command"], env, log)
 
     def _next_signal(self, timeout_s: float | None) -> signal.Signals | None:
         """The next signal within the time (an hour at most): all of ours are blocked."""

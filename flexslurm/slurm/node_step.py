@@ -147,17 +147,9 @@ class NodeTask:
 def _spawn(told: dict[str, Any]) -> int:
     """Raises OSError, and KeyError and such for an order that is none."""
     own = {k: v for k, v in os.environ.items() if k.startswith("SLURM") or k in _OWN}
-    log, flags = Path(told["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = Path(told["log"])
     log.parent.mkdir(parents=True, exist_ok=True)
-    return os.posix_spawnp(
-        told["command"][0], told["command"], {**told["env"], **own}, setsid=True, setsigmask=[],
-        setsigdef=[signal.SIGPIPE],
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-    )  # fmt: skip
+    return processes.spawn_logged(told["command"], {**told["env"], **own}, log)
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Finding and ending processes by identity through /proc; never kills by name.
+"""Starting, finding and ending processes by identity through /proc; never kills by name.
 
 A process is its pid and its start time in clock ticks: pids are used again, pairs are not.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +121,22 @@ def end_all(find: Callable[[], list[Process]], term_s: float, kill_s: float) -> 
                 told.add(process.identity)
                 send(process, signal.SIGTERM)
         time.sleep(0.05)
+
+
+def spawn_logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+    """Start a leader of a session of its own, its output added to `log`; its pid. Raises OSError.
+
+    No signal is blocked in it, and SIGPIPE, which Python ignores, ends it as usual.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return os.posix_spawnp(
+        command[0], list(command), env, setsid=True, setsigmask=[], setsigdef=[signal.SIGPIPE],
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )  # fmt: skip
 
 
 def reap(pid: int) -> None:

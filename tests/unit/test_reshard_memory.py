@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexslurm.config.units import show_bytes
 from flexslurm.engine import footprint
-from flexslurm.engine.memory_plan import MemoryVerdict, memory_plan, size
+from flexslurm.engine.memory_plan import MemoryVerdict, memory_plan
 from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
 from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
@@ -294,4 +295,9 @@ def test_where_the_room_shrinks_the_newest_are_named() -> None:
 
 
 def test_sizes_are_written_for_people() -> None:
-    assert [size(n) for n in (0, 1536, 3 << 30, 5 << 40)] == ["0 B", "1.5 KiB", "3 GiB", "5 TiB"]
+    assert [show_bytes(n) for n in (0, 1536, 3 << 30, 5 << 40)] == [
+        "0 B",
+        "1.5 KiB",
+        "3 GiB",
+        "5 TiB",
+    ]
