@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import click
@@ -34,17 +32,14 @@ def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) ->
 
     from flexslurm.cli.demo_cluster import choose_cluster
     from flexslurm.cli.demo_story import Story
+    from flexslurm.cli.endings import scratch_directory
     from flexslurm.cli.model_prepare import prepare_smollm2
 
     model = (model or prepare_smollm2(click.echo)).absolute()
-    home = Path(tempfile.mkdtemp(prefix="flexslurm-demo-"))
-    try:
-        figures = Story(choose_cluster(home / "cluster", local, click.echo), home, model).run()
-    finally:
+    with scratch_directory("flexslurm-demo-", keep=keep) as home:
         if keep:
             click.echo(f"kept: {home}")
-        else:
-            shutil.rmtree(home, ignore_errors=True)
+        figures = Story(choose_cluster(home / "cluster", local, click.echo), home, model).run()
     click.echo(table(msgspec.to_builtins(figures)))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")

@@ -5,6 +5,7 @@ Nothing is canned: every figure comes from the streams' own clocks and the head'
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import yaml
 from flexslurm.cli.ask import ask_status
 from flexslurm.cli.demo_cluster import DemoCluster, wait_for
 from flexslurm.cli.demo_streams import StreamRun, open_streams, questions
+from flexslurm.cli.endings import endings_wait
 from flexslurm.cli.show import picture
 from flexslurm.errors import DeadlineExceeded, FlexslurmError, ServiceError
 from flexslurm.messages import ServiceState, StatusAnswer
@@ -29,6 +31,8 @@ STREAMS = 6
 TOKENS = 64
 _STREAMS_S = 300.0
 """The longest that all streams may take, the change in their midst included."""
+_LAUNCH_ENDS_S = 30.0
+"""What a launch that is told to end may take to cancel what it has submitted."""
 _MEMORY = {"a100": "240MiB", "l40s": "330MiB"}
 """So little that the model needs several GPUs, as a large model does on real ones."""
 
@@ -94,9 +98,9 @@ class Story:
         ]  # fmt: skip
         self.tell("$ flexslurm launch demo.yaml --site site.yaml")
         command = [sys.executable, "-P", "-m", "flexslurm", *words]
-        done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode != 0:
-            raise ServiceError(f"the launch failed with exit code {done.returncode}")
+        code = _run(command)
+        if code != 0:
+            raise ServiceError(f"the launch failed with exit code {code}")
 
     def _service(self) -> dict[str, object]:
         pool = [
@@ -235,15 +239,33 @@ class Story:
         )
 
     def _clean(self, directory: ServiceDir) -> None:
+        """To the end, whatever else is to end us; nobody may be left to read what we say."""
         from flexslurm.cli.stopping import stop_service
 
-        try:
-            if directory.service.exists():
-                stop_service(directory, 0.0, 60.0, lambda _: None)
-        except FlexslurmError as error:
-            self.tell(f"while stopping: {error.message}")
-        finally:
-            self.cluster.down()
+        with endings_wait():
+            try:
+                if directory.service.exists():
+                    stop_service(directory, 0.0, 60.0, lambda _: None)
+            except FlexslurmError as error:
+                with contextlib.suppress(OSError):
+                    self.tell(f"while stopping: {error.message}")
+            finally:
+                self.cluster.down()
+
+
+def _run(command: list[str]) -> int:
+    """Run a command of ours to its end; where we are to end first, it ends in good order too."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except BaseException:
+        with endings_wait(), contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(_LAUNCH_ENDS_S)
+        raise
+    finally:
+        process.kill()  # nothing where it has ended
+        process.wait()
 
 
 def _join(threads: Iterable[threading.Thread], until: float) -> None:

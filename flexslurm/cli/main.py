@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import click
 
 from flexslurm import __version__
-from flexslurm.cli.reporting import UnknownCommand, report
+from flexslurm.cli.endings import EndedBySignal, endings_raise
+from flexslurm.cli.reporting import UnknownCommand, report, report_ending
 
 # name: (module:attribute, what `--help` says), in the order of use
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -131,11 +132,13 @@ def cli() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns its exit code and raises nothing."""
     try:
-        with cli.make_context("flexslurm", list(arguments)) as context:
+        with endings_raise(), cli.make_context("flexslurm", list(arguments)) as context:
             cli.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as ending:
         return ending.exit_code
+    except EndedBySignal as ending:
+        return report_ending(ending)
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException as error:  # noqa: BLE001 - the one place that turns errors into exit codes

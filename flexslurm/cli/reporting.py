@@ -12,7 +12,9 @@ The exit codes, for scripts:
     7    the service cannot be reached, or refused
     8    this machine lacks something: a package, a file, a permission, space
     9    a deadline was reached
+    129  its terminal went away (SIGHUP)
     130  interrupted (Ctrl-C)
+    143  ended by SIGTERM
     141  whoever read our output went away, as `| head` does
 """
 
@@ -31,6 +33,7 @@ from pathlib import Path
 import click
 
 from flexslurm import __version__
+from flexslurm.cli.endings import ENDED, EndedBySignal
 from flexslurm.errors import EnvironmentFault, FlexslurmError
 
 USAGE, BUG, INTERRUPTED, PIPE_CLOSED = 2, 1, 130, 141
@@ -65,13 +68,18 @@ def report(error: BaseException) -> int:
     return _report_bug(error)
 
 
+def report_ending(ending: EndedBySignal) -> int:
+    """Say which signal has ended us; returns the exit code."""
+    return _say(f"ended by {ending.name}", None, ending.exit_code)
+
+
 def debugging() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
 def _say(message: str, hint: str | None, code: int) -> int:
     lines = [f"flexslurm: error: {message}", *([f"  {hint}"] if hint else [])]
-    if code == INTERRUPTED:
+    if code > ENDED:  # not a fault
         lines = [f"flexslurm: {message}"]
     # Nobody may be left to read it, and that is no reason to fail in another way.
     try:

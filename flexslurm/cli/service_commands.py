@@ -165,6 +165,7 @@ def _execute(plan: LaunchPlan, site_file: Path) -> Pilots:
 def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
     from flexslurm.cli import launch as launching
     from flexslurm.cli import submitting
+    from flexslurm.cli.endings import EndedBySignal
     from flexslurm.errors import DeadlineExceeded
 
     try:
@@ -175,7 +176,7 @@ def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
         submitting.cancel_all(plan, made)
         _say("cancelled what was submitted")
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EndedBySignal):
         click.echo(f"\nthe service goes on; end it with: flexslurm stop{where}", err=True)
         raise
     model = plan.service.model.name or Path(plan.service.model.path).name

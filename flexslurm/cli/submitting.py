@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flexslurm.cli.endings import ENDING, endings_raise
 from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
 from flexslurm.cli.launch import LaunchPlan, Say, called, head_submitter, make_submitter
 from flexslurm.config.site import Site
@@ -38,7 +39,6 @@ AT_ONCE = 16
 """Pilots that a launch submits to Slurm; what more the pool asks for, the head does, in turn."""
 _PAUSE_S = 1.0
 """Between those, where no head keeps the pool."""
-_ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def refuse_if_running(directory: ServiceDir, timeout_s: float = 2.0) -> None:
@@ -67,7 +67,7 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
     fresh = not directory.path.exists()
     done: list[Pilot] = []
     try:
-        with _signals_raise(), directory.changing():
+        with endings_raise(), directory.changing():
             fresh = fresh and not directory.service.exists()
             directory.create()
             directory.keys()  # what is damaged or exposed would end every process that we start
@@ -230,24 +230,6 @@ def job_owner(site: Site, directory: ServiceDir, jobs: Pilots, job: str) -> Subm
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does: by an exception, so that we clean up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Signals wait until the block is over; sbatch, started inside, does not hear them either.
 
@@ -258,8 +240,8 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     noted: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: noted.append(number)) for n in _ENDING}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    before = {n: signal.signal(n, lambda number, _: noted.append(number)) for n in ENDING}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
