@@ -9,25 +9,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
-from fake_replica import FakeReplica
-
-from flexslurm.engine.parking import _file_name
 from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
     AgentBye,
     AgentHello,
+    Assemble,
+    Assembled,
     FreeBlocks,
     GpuInfo,
     Install,
     Installed,
     InstallFailed,
-    KvParked,
-    KvPulled,
     LeaveNotice,
     Message,
     ParkKv,
@@ -47,59 +43,10 @@ from flexslurm.messages import (
     WorkerHello,
     WorkerStarted,
 )
-from tests.reshard_cases import shard_map
+from tests.played_bodies import Agent, Body, Cells, Worker
+from tests.played_kv import PlayedKv
 
 BEAT_S = 0.3
-Cells = dict[int, int]
-
-
-class Body:
-    """One replica of one epoch, over all its workers."""
-
-    def __init__(self, install: Install) -> None:
-        self.epoch, self.index = install.epoch, install.slot.replica
-        self.workers = [peer.worker for peer in install.peers]
-        self.engine = FakeReplica(install.replica, install.block_tokens)
-        self.parts: dict[int, dict[tuple[int, int], Cells]] = {}
-        self.joined: set[str] = set()
-        self.lost: set[str] = set()
-        """Members that died or closed it."""
-        self.orders: dict[int, Step | FreeBlocks] = {}
-        self.heard: dict[str, int] = dict.fromkeys(self.workers, 0)
-        self.done = 0
-        self.broken = False
-        """A step failed: no more are done, and its pages stay."""
-
-    def free(self, blocks: Iterable[int]) -> None:
-        blocks = tuple(blocks)
-        self.engine.free(blocks)
-        for block in blocks:
-            self.parts.pop(block, None)
-
-    def cells(self, block: int) -> Cells:
-        return {o: token for (b, o), token in self.engine.cells.items() if b == block}
-
-
-@dataclass
-class Worker:
-    name: str
-    agent: str
-    gpu: int
-    alive: bool = True
-    hung: bool = False
-    epochs: set[int] = field(default_factory=set)
-    parked: dict[int, dict[int, Cells]] = field(default_factory=dict)
-    parking: set[tuple[int, int]] = field(default_factory=set)
-    """Epoch and ticket of what is being parked and was not called off."""
-
-
-@dataclass
-class Agent:
-    name: str
-    fragment: str
-    gpus: int
-    alive: bool = True
-    workers: dict[int, Worker] = field(default_factory=dict)
 
 
 class PlayedNodes:
@@ -109,6 +56,7 @@ class PlayedNodes:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.memory_bytes = memory_bytes
+        self._kv = PlayedKv(self)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._links: dict[str, float] = {}
@@ -146,10 +94,10 @@ class PlayedNodes:
     def say(self, sender: str, message: Message, slow_s: float = 0.0) -> None:
         """A member's message to the head; what is on its way when the member dies still comes."""
 
-        if self._speaks(sender):
+        if self.speaks(sender):
             self.at(self._link(f"from {sender}", slow_s), lambda: self.hear(sender, message))
 
-    def _speaks(self, name: str) -> bool:
+    def speaks(self, name: str) -> bool:
         worker = self.workers.get(name)
         if worker is not None:
             return worker.alive and not worker.hung
@@ -257,15 +205,18 @@ class PlayedNodes:
 
     def _to_worker(self, worker: Worker, message: Message) -> None:
         match message:
+            case Assemble(install=install):
+                said = Assembled(worker=worker.name, epoch=install.epoch)
+                self.at(self.rng.uniform(0.01, 0.1), lambda: self.say(worker.name, said))
             case Install():
                 self._install(worker, message)
             case Step() | FreeBlocks():
                 self._order(worker, message)
             case PullKv():
-                self.at(self.rng.uniform(0.001, 0.03), lambda: self._pull(worker, message))
+                self.at(self.rng.uniform(0.001, 0.03), lambda: self._kv.pull(worker, message))
             case ParkKv():
                 worker.parking.add((message.epoch, message.ticket))
-                self.at(self.rng.uniform(0.001, 0.02), lambda: self._park(worker, message))
+                self.at(self.rng.uniform(0.001, 0.02), lambda: self._kv.park(worker, message))
             case UnparkKv(epoch=epoch):
                 worker.parked.pop(epoch, None)
                 for path, (name, number, _) in self.files.items():
@@ -300,7 +251,7 @@ class PlayedNodes:
                 )
 
     def _retire(self, worker: Worker, epoch: int) -> None:
-        if not self._speaks(worker.name):
+        if not self.speaks(worker.name):
             return
         for (number, _), body in list(self.bodies.items()):
             if number == epoch and worker.name in body.workers:
@@ -330,7 +281,7 @@ class PlayedNodes:
                 message = InstallFailed(worker=name, epoch=body.epoch, reason="connection reset")
             self.say(name, message, self.rng.choice((0.0, 0.05)))
 
-    def _body(self, epoch: int, worker: str) -> Body | None:
+    def body(self, epoch: int, worker: str) -> Body | None:
         return next(
             (
                 body
@@ -341,7 +292,7 @@ class PlayedNodes:
         )
 
     def _order(self, worker: Worker, order: Step | FreeBlocks) -> None:
-        body = self._body(order.epoch, worker.name)
+        body = self.body(order.epoch, worker.name)
         if body is None:
             return  # dropped, as it is not installed here any more
         number = body.heard[worker.name]
@@ -378,104 +329,3 @@ class PlayedNodes:
             worker=last, epoch=body.epoch, replica=body.index, step=order.step, tokens=tokens
         )
         self.say(last, done)
-
-    # ------------------------------------------------------------------ KV
-
-    def _pull(self, worker: Worker, pull: PullKv) -> None:
-        if not self._speaks(worker.name):
-            return
-        target = self._body(pull.epoch, worker.name)
-        if target is None:
-            return  # being retired: nobody waits for it
-        peer = self.workers.get(pull.source.worker)
-        stored = pull.directory is not None
-        if not stored and peer is not None and peer.alive and peer.hung:
-            self._wait_for_silent(worker, pull, peer, self.now + pull.timeout_s)
-            return
-        failed = []
-        for theirs, ours in pull.pairs:
-            cells = (
-                self._filed(pull.source.worker, pull.source.epoch, theirs)
-                if stored
-                else self._held(peer, pull.source.epoch, theirs)
-            )
-            if cells is None or self.rng.random() < self.failing_pulls:
-                failed.append(ours)
-            else:
-                self._take(pull, target, cells, ours)
-        self._pulled(worker, pull, failed, "injected" if failed else "")
-
-    def _wait_for_silent(self, worker: Worker, pull: PullKv, peer: Worker, end: float) -> None:
-        """Until the time is up, or it is ended and its connections close."""
-        if peer.alive and self.now < end:
-            self.at(0.2, lambda: self._wait_for_silent(worker, pull, peer, end))
-        else:
-            self._pulled(worker, pull, [ours for _, ours in pull.pairs], "silent")
-
-    def _pulled(self, worker: Worker, pull: PullKv, failed: list[int], reason: str) -> None:
-        if self._body(pull.epoch, worker.name) is None:
-            return
-        self.say(
-            worker.name,
-            KvPulled(
-                worker=worker.name, epoch=pull.epoch, ticket=pull.ticket,
-                moved_bytes=len(pull.pairs), seconds=0.0, failed=tuple(failed), reason=reason,
-            ),
-        )  # fmt: skip
-
-    def _held(self, peer: Worker | None, epoch: int, block: int) -> Cells | None:
-        if peer is None or not peer.alive:
-            return None
-        source = self._body(epoch, peer.name)
-        if source is not None:
-            return source.cells(block)
-        return peer.parked.get(epoch, {}).get(block)
-
-    def _filed(self, worker: str, epoch: int, block: int) -> Cells | None:
-        for path, (name, number, cells) in self.files.items():
-            if (name, number) == (worker, epoch) and block in cells and path.exists():
-                return cells[block]
-        return None
-
-    def _take(self, pull: PullKv, target: Body, cells: Cells, ours: int) -> None:
-        parts = target.parts.setdefault(ours, {})
-        for layer in range(*pull.layers):
-            for head in range(*pull.heads):
-                parts[layer, head] = cells
-        info = shard_map().info
-        if len(parts) < info.num_layers * info.num_kv_heads:
-            return
-        pieces = list(parts.values())
-        for cell in [cell for cell in target.engine.cells if cell[0] == ours]:
-            del target.engine.cells[cell]  # part after part is written over in a second try
-        for offset, token in pieces[0].items():
-            if all(piece.get(offset) == token for piece in pieces):
-                target.engine.cells[ours, offset] = token
-
-    def _park(self, worker: Worker, order: ParkKv) -> None:
-        body = self._body(order.epoch, worker.name)
-        called_off = (order.epoch, order.ticket) not in worker.parking
-        worker.parking.discard((order.epoch, order.ticket))
-        if not self._speaks(worker.name) or body is None or called_off:
-            return
-        kept: dict[int, Cells] = {}
-        failed = []
-        if order.directory is None:
-            kept = worker.parked.setdefault(order.epoch, {})
-        else:
-            name = _file_name(worker.name, order.epoch, order.ticket)
-            path = Path(order.directory) / name
-            path.touch()
-            self.files[path] = worker.name, order.epoch, kept
-        for block in order.blocks:
-            if self.rng.random() < self.failing_pulls:
-                failed.append(block)
-            else:
-                kept[block] = body.cells(block)
-        self.say(
-            worker.name,
-            KvParked(
-                worker=worker.name, epoch=order.epoch, ticket=order.ticket, parked_bytes=1,
-                seconds=0.0, failed=tuple(failed),
-            ),
-        )  # fmt: skip

@@ -12,7 +12,7 @@ from fake_replica import make_request
 from flexslurm.control.events import Cordon, ShiftWanted
 from flexslurm.errors import Overloaded
 from tests.head_world import CONTEXT, HeadWorld, is_over
-from tests.played_nodes import Worker
+from tests.played_bodies import Worker
 
 PHASES = ("plan_shift", "meet_epoch", "begin_transfer", "after begin_transfer", "begin_cutover",
           "after begin_cutover", "switch_over", "after switch_over", "park_all",
