@@ -35,6 +35,8 @@ from flexslurm.gateway.text import TextModel
 from flexslurm.messages import FinishReason, SequenceRequest, TokenEvent, TokenLogprobs
 
 MODEL = "small"
+USER = [{"role": "user", "content": "hi"}]
+SAID = "a stream of naïve text, 🎉 to the END of it"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -45,6 +47,21 @@ CORPUS = [
     "Größe, naïve, façade, Ærø: letters of more than one byte",
     "STOP here, or go on to the END of it",
 ]
+
+
+class ScriptedDetokenizer:
+    """Its tokens are indices into a list of texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def prime(self, context: object) -> None: ...
+
+    def push(self, token: int) -> str:
+        return self.texts[token]
+
+    def finish(self) -> str:
+        return ""
 
 
 def byte_level_tokenizer() -> Tokenizer:

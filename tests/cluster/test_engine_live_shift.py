@@ -16,14 +16,6 @@ PROMPTS = prompts_of(240, (3, 13, 1, 8), seed=5)
 WANTED = 40
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("logs"))
-    node.run(node.nursery.start())
-    yield node
-    node.close()
-
-
 @pytest.fixture
 def world(node: Node, tmp_path: Path) -> Iterator[World]:
     world = World(node, tmp_path)

@@ -21,14 +21,6 @@ from tests.cluster.engine_head import EngineHead
 from tests.cluster.engine_world import Node, World, replica_of
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("logs"))
-    node.run(node.nursery.start())
-    yield node
-    node.close()
-
-
 @pytest.fixture
 def own_node(tmp_path: Path) -> Iterator[Node]:
     """For a test that ends the fork server."""

@@ -45,14 +45,6 @@ WANTED = 9
 PROMPT_S = 6.0
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("logs"))
-    node.run(node.nursery.start())
-    yield node
-    node.close()
-
-
 @pytest.fixture
 def world(node: Node, tmp_path: Path) -> Iterator[World]:
     world = World(node, tmp_path)

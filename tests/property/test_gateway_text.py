@@ -7,7 +7,12 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from gateway_fakes import byte_level_tokenizer, metaspace_tokenizer, word_tokenizer
+from gateway_fakes import (
+    ScriptedDetokenizer,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    word_tokenizer,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -144,24 +149,9 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
-class Scripted:
-    """A detokenizer whose tokens are indices into a list of texts."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def prime(self, context: object) -> None: ...
-
-    def push(self, token: int) -> str:
-        return self.texts[token]
-
-    def finish(self) -> str:
-        return ""
-
-
 def run_choice(texts: list[str], rules: EndRules, looks: list[bool]) -> tuple[Choice, list[str]]:
     """Push one token per text, taking what is ready where `looks` says."""
-    choice = Choice(0, Scripted(texts), rules)
+    choice = Choice(0, ScriptedDetokenizer(texts), rules)
     given_out: list[str] = []
     for index in range(len(texts)):
         last = index == len(texts) - 1

@@ -10,6 +10,8 @@ import openai
 import pytest
 from gateway_fakes import (
     MODEL,
+    SAID,
+    USER,
     FakeGenerator,
     gateway,
     in_loop,
@@ -22,12 +24,6 @@ from flexslurm.gateway.chat_template import ChatTemplate
 from flexslurm.gateway.text import TextModel
 
 COMPLETION = "/v1/completions"
-USER = [{"role": "user", "content": "hi"}]
-SAID = "a stream of naïve text, 🎉 to the END of it"
-
-
-def bytes_of(text: str) -> list[int]:
-    return list(text.encode())
 
 
 # ------------------------------------------------------------------------------------- models

@@ -6,6 +6,8 @@ from typing import Any
 
 from gateway_fakes import (
     MODEL,
+    SAID,
+    USER,
     FakeGenerator,
     gateway,
     in_loop,
@@ -13,8 +15,6 @@ from gateway_fakes import (
     small_text,
 )
 
-USER = [{"role": "user", "content": "hi"}]
-SAID = "a stream of naïve text, 🎉 to the END of it"
 
 
 def bytes_of(text: str) -> list[int]:

@@ -5,32 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from gateway_fakes import ScriptedDetokenizer
 
 from flexslurm.errors import GenerationFailed, NotServing, RequestAborted, RequestError
 from flexslurm.gateway.choice import Choice, ChoiceDelta, EndRules
 from flexslurm.messages import FinishReason, TokenEvent, TokenLogprobs
 
 
-class Texts:
-    """A detokenizer that has a text for each token."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = texts
-
-    def prime(self, context: object) -> None: ...
-
-    def push(self, token: int) -> str:
-        return self.texts[token]
-
-    def finish(self) -> str:
-        return ""
-
-
 class Driven:
     """A choice whose token i has the text `texts[i]` and the log probability -i."""
 
     def __init__(self, *texts: str, rules: EndRules | None = None) -> None:
-        self.choice = Choice(0, Texts(texts), rules or EndRules())
+        self.choice = Choice(0, ScriptedDetokenizer(texts), rules or EndRules())
         self.next = 0
 
     def push(self, finish: FinishReason | None = None) -> ChoiceDelta:
@@ -118,7 +104,7 @@ def test_events_after_the_end_are_ignored() -> None:
 def test_a_failure_is_the_error_it_stands_for(
     finish: FinishReason, code: str | None, kind: type[RequestError]
 ) -> None:
-    choice = Choice(0, Texts(()), EndRules())
+    choice = Choice(0, ScriptedDetokenizer(()), EndRules())
     event = TokenEvent(
         seq_id="x/0", token=None, position=0, finish=finish, error="so it is", code=code
     )

@@ -10,6 +10,7 @@ import openai
 import pytest
 from gateway_fakes import (
     MODEL,
+    USER,
     FakeGenerator,
     gateway,
     in_loop,
@@ -21,12 +22,6 @@ from flexslurm.errors import NotServing, Overloaded
 from flexslurm.gateway.card import Bounds
 from flexslurm.gateway.text import TextModel
 
-USER = [{"role": "user", "content": "hi"}]
-SAID = "a stream of naïve text, 🎉 to the END of it"
-
-
-def bytes_of(text: str) -> list[int]:
-    return list(text.encode())
 
 
 COMPLETION = "/v1/completions"
