@@ -14,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DS_BUILD_OPS"] = "0"
+
+import leaks
+import pytest
+from hypothesis import HealthCheck, settings
+
 # A shell that runs us in the background has us ignore Ctrl-C, and nohup a hangup; the tests, and
 # the processes they start, are to hear both.
 for _number, _handler in (
@@ -23,10 +28,6 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
-
-import leaks
-import pytest
-from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = uuid.uuid4().hex
