@@ -16,7 +16,6 @@ from gateway_fakes import (
 )
 
 
-
 def bytes_of(text: str) -> list[int]:
     return list(text.encode())
 

@@ -22,8 +22,6 @@ from flexslurm.errors import NotServing, Overloaded
 from flexslurm.gateway.card import Bounds
 from flexslurm.gateway.text import TextModel
 
-
-
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
