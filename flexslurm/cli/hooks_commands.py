@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,32 @@ import click
 
 from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
+from flexslurm.cli.shared_options import Command
 
 if TYPE_CHECKING:
     from flexslurm.config.site import Site
     from flexslurm.slurm.hook_files import Hook
 
 _SITE = shared.site("Limits for the Lua hooks, and the names of Slurm's commands.")
+
+
+def _on_files(*, to: str, force: str, register: str) -> Callable[[Command], Command]:
+    """NAME and the options that installing and uninstalling share; what each means to them."""
+    target = click.Path(path_type=Path, file_okay=False)
+    parts = (
+        click.argument("name"),
+        click.option("--to", "directory", metavar="DIR", required=True, type=target, help=to),
+        _SITE,
+        click.option("--force", is_flag=True, help=force),
+        click.option("--register", is_flag=True, help=register),
+    )
+
+    def add(command: Command) -> Command:
+        for part in reversed(parts):
+            command = part(command)
+        return command
+
+    return add
 
 
 @click.group(cls=CommandGroup)
@@ -52,20 +73,11 @@ def show(name: str, site_file: Path | None) -> None:
 
 
 @hooks.command()
-@click.argument("name")
-@click.option(
-    "--to",
-    "directory",
-    metavar="DIR",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Where the files go; all hosts that run the hook must see it.",
+@_on_files(
+    to="Where the files go; all hosts that run the hook must see it.",
+    force="Replace files that are there and differ.",
+    register="strigger: set the triggers as well (as SlurmUser).",
 )
-@_SITE
-@click.option("--force", is_flag=True, help="Replace files that are there and differ.")
-@click.option(
-    "--register", is_flag=True, help="strigger: set the triggers as well (as SlurmUser)."
-)  # fmt: skip
 def install(
     name: str, directory: Path, site_file: Path | None, force: bool, register: bool
 ) -> None:
@@ -106,18 +118,11 @@ def status(name: str | None, site_file: Path | None, as_json: bool) -> None:
 
 
 @hooks.command()
-@click.argument("name")
-@click.option(
-    "--to",
-    "directory",
-    metavar="DIR",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Where its files are.",
+@_on_files(
+    to="Where its files are.",
+    force="Also where Slurm still names them, or does not say.",
+    register="strigger: clear the triggers as well.",
 )
-@_SITE
-@click.option("--force", is_flag=True, help="Also where Slurm still names them, or does not say.")
-@click.option("--register", is_flag=True, help="strigger: clear the triggers as well.")
 def uninstall(
     name: str, directory: Path, site_file: Path | None, force: bool, register: bool
 ) -> None:
