@@ -25,6 +25,7 @@ from tests.service_harness import (
     tiny_service,
     tiny_site,
 )
+from tests.shift_ground import resubmit
 
 pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(120)]
 FULL = "a100:2x2,l40s:2"
@@ -159,18 +160,3 @@ def test_two_hundred_streams_of_mixed_lengths(whole: RunningService, tiny_model:
     assert [len(ask.tokens) for ask in asks] == [ask.max_tokens for ask in asks]
     chosen = asks[::25]
     assert [ask.tokens for ask in chosen] == oracle(tiny_model, chosen)
-
-
-def resubmit(service: RunningService, fragment: str) -> None:
-    """What the keeper of a pool does: a new job for a pilot that has ended."""
-    import msgspec
-
-    spec = next(spec for pilot, spec in service.plan.pilots if pilot.fragment == fragment)
-    job = service.submitter.submit(spec)
-    pilots = service.directory.pilots()
-    assert pilots is not None
-    renewed = tuple(
-        msgspec.structs.replace(p, job_id=job) if p.fragment == fragment else p
-        for p in pilots.pilots
-    )
-    service.directory.write_pilots(msgspec.structs.replace(pilots, pilots=renewed))

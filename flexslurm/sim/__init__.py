@@ -1,1 +1,0 @@
-"""A simulator that drives the shipped decision modules with a virtual clock."""
