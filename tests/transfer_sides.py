@@ -46,7 +46,7 @@ class Side:
         self.transfers.open(Tenant(epoch, self.arena, store, layers, heads))
         return store
 
-    def answer(self, ticket: int, timeout_s: float = 10.0) -> KvPulled | KvParked:
+    def answer(self, ticket: int, timeout_s: float = 60.0) -> KvPulled | KvParked:
         with self.news:
             assert self.news.wait_for(lambda: self._found(ticket) is not None, timeout_s), (
                 "no answer"
@@ -103,6 +103,6 @@ def pull(giver: Side, epoch: int, to: int, pairs: list[tuple[int, int]], **more:
     fields: dict[str, object] = {
         "epoch": to, "ticket": 1, "layers": (0, LAYERS), "heads": (0, HEADS),
         "source": DataSource(giver.name, "127.0.0.1", giver.transfers.port, epoch),
-        "pairs": tuple(pairs), "timeout_s": 10.0,
+        "pairs": tuple(pairs), "timeout_s": 60.0,
     }  # fmt: skip
     return PullKv(**(fields | more))  # type: ignore[arg-type]

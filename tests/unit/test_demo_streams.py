@@ -48,5 +48,5 @@ async def test_several_streams_say_which_one_speaks() -> None:
             heard[number] += text
 
         runs, threads = open_streams(g.url, [CHAT, CHAT], take)
-        await asyncio.to_thread(lambda: [thread.join(20) for thread in threads])
+        await asyncio.to_thread(lambda: [thread.join(60) for thread in threads])
         assert [run.text for run in runs] == [SAID, SAID] == list(heard.values())

@@ -23,23 +23,23 @@ def test_steps_are_inside_together_and_a_mover_is_alone() -> None:
 
     def step() -> None:
         with gate:
-            both.wait(5)
-            both.wait(5)
+            both.wait(60)
+            both.wait(60)
             seen.append("step")
 
     threads = [started(step), started(step)]
-    both.wait(5)
+    both.wait(60)
     with pytest.raises(DeadlineExceeded, match=r"within 0.05 s"), gate.closed(0.05):
         pass
-    both.wait(5)
+    both.wait(60)
     for thread in threads:
-        thread.join(5)
-    with gate.closed(1.0):
+        thread.join(60)
+    with gate.closed(60.0):
         seen.append("mover")
         late = started(lambda: step_alone(gate, seen))
         late.join(0.05)
         assert late.is_alive()
-    late.join(5)
+    late.join(60)
     assert seen == ["step", "step", "mover", "late"]
 
 
@@ -59,13 +59,13 @@ def test_a_mover_gets_in_between_the_steps_of_one_thread() -> None:
 
     thread = started(serve)
     for _ in range(50):
-        with gate.closed(2.0):
+        with gate.closed(60.0):
             pass
     before = steps[0]
     while steps[0] == before:
         time.sleep(0.001)
     stop.set()
-    thread.join(5)
+    thread.join(60)
 
 
 def test_a_step_does_not_wait_for_a_waiting_mover_while_another_is_inside() -> None:
@@ -75,23 +75,23 @@ def test_a_step_does_not_wait_for_a_waiting_mover_while_another_is_inside() -> N
     def long_step() -> None:
         with gate:
             inside.set()
-            leave.wait(5)
+            leave.wait(60)
 
     first = started(long_step)
-    inside.wait(5)
+    inside.wait(60)
     mover = started(lambda: close_once(gate))
     while not gate._waiting:
         time.sleep(0.001)
     with gate:  # would hang if it waited for the mover, who waits for the long step
         pass
     leave.set()
-    first.join(5)
-    mover.join(5)
+    first.join(60)
+    mover.join(60)
     assert not mover.is_alive()
 
 
 def close_once(gate: StepGate) -> None:
-    with gate.closed(5.0):
+    with gate.closed(60.0):
         pass
 
 
@@ -101,15 +101,15 @@ def test_a_mover_that_gives_up_leaves_the_gate_open() -> None:
     def long_step() -> None:
         with gate:
             inside.set()
-            leave.wait(5)
+            leave.wait(60)
 
     thread = started(long_step)
-    inside.wait(5)
+    inside.wait(60)
     with pytest.raises(DeadlineExceeded), gate.closed(0.01):
         pass
     leave.set()
-    thread.join(5)
+    thread.join(60)
     with gate:
         pass
-    with gate.closed(1.0):
+    with gate.closed(60.0):
         pass

@@ -142,7 +142,7 @@ def test_the_deadline_keeps_what_has_come(sides: tuple[Side, Side]) -> None:
     write(one.store(1), range(40))
     new = two.store(2)
     pairs = [(n, n) for n in range(40)]
-    two.transfers.pull(pull(one, 1, 2, pairs, rate_bytes_per_s=400e3, timeout_s=0.35))
+    two.transfers.pull(pull(one, 1, 2, pairs, rate_bytes_per_s=160e3, timeout_s=1.0))
     answer = two.answer(1)
     assert answer.reason == "the time was up"
     assert 0 < len(answer.failed) < 40
@@ -167,7 +167,7 @@ def test_what_comes_for_a_freed_block_goes_nowhere(sides: tuple[Side, Side]) -> 
     one, two = sides
     write(one.store(1), range(40))
     new = two.store(2)
-    two.transfers.pull(pull(one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=1e6))
+    two.transfers.pull(pull(one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=250e3))
     while not two.arena.used_bytes:
         time.sleep(0.001)
     new.free([39])
@@ -244,14 +244,13 @@ def test_what_is_under_way_is_called_back(sides: tuple[Side, Side]) -> None:
     write(one.store(1), range(40))
     new = two.store(2)
     for ticket in range(5):
-        two.transfers.pull(
-            pull(one, 1, 2, [(ticket, ticket)], ticket=ticket, rate_bytes_per_s=10.0)
-        )  # fmt: skip
+        order = pull(
+            one, 1, 2, [(ticket, ticket)], ticket=ticket, rate_bytes_per_s=10.0, timeout_s=600.0
+        )
+        two.transfers.pull(order)
     while not two.arena.used_bytes:
         time.sleep(0.001)
-    began = time.monotonic()
-    assert two.transfers.close(2, 5.0)
-    assert time.monotonic() - began < 1.0
+    assert two.transfers.close(2, 60.0), "they would go on for ten minutes"
     new.close()
     assert two.arena.used_bytes == 0
     assert not two.heard, "nobody waits for these answers"
@@ -262,12 +261,14 @@ def test_a_source_ends_what_it_sends(sides: tuple[Side, Side]) -> None:
     old = one.store(1)
     write(old, range(40))
     two.store(2)
-    two.transfers.pull(pull(one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=100e3))
+    order = pull(
+        one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=50e3, timeout_s=600.0
+    )  # fmt: skip
+    two.transfers.pull(order)
     while not one.transfers.sent_bytes:
         time.sleep(0.001)
-    began = time.monotonic()
-    assert one.transfers.close(1, 5.0)
-    assert time.monotonic() - began < 1.0
+    assert one.transfers.close(1, 60.0)
+    assert one.transfers.sent_bytes < 40 * LAYERS * HEADS * PAGE
     old.close()
     assert one.arena.used_bytes == 0
     answer = two.answer(1)
@@ -331,7 +332,7 @@ def test_weights_come_from_segments_of_either_form(sides: tuple[Side, Side]) -> 
     def ask(spans: tuple[tuple[int, int], ...]) -> AskWeights:
         return AskWeights(epoch=1, item_bytes=8, pieces=tuple(pieces), spans=spans)
 
-    job = Job(("127.0.0.1", one.transfers.port), ask, sink, time.monotonic() + 5, Cancel())
+    job = Job(("127.0.0.1", one.transfers.port), ask, sink, time.monotonic() + 60, Cancel())
     fetcher = Fetcher(KEY)
     found = fetcher.fetch(job)
     fetcher.close()

@@ -112,7 +112,7 @@ def test_faults_from_a_file_that_changes(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="injected at step"):
             faults.reach(faults.Point.STEP)
         faults.reach(faults.Point.RETIRE)
-        assert victim.wait(10) == -signal.SIGKILL
+        assert victim.wait(60) == -signal.SIGKILL
         me, kill = os.getpid(), f"retire:1:kill={victim.pid}"
         done = (tmp_path / "faults.done").read_text().splitlines()
         assert done == [f"{me} step:2:full", f"{me} {kill}"]
@@ -121,7 +121,7 @@ def test_faults_from_a_file_that_changes(tmp_path: Path) -> None:
     finally:
         faults.arm("")
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
 
 
 def test_the_page_of_faults_has_them_all(root: Path) -> None:

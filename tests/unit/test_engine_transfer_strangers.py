@@ -42,8 +42,8 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def dial(side: Side) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", side.transfers.port), timeout=5)
-    sock.settimeout(5)
+    sock = socket.create_connection(("127.0.0.1", side.transfers.port), timeout=60)
+    sock.settimeout(60)
     return sock
 
 
@@ -118,7 +118,7 @@ def test_a_server_that_has_not_the_key_gives_nothing(sides: tuple[Side, Side]) -
     one, _ = sides
     one.store(2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(5)
+        listener.settimeout(60)
         ended = threading.Event()
 
         def pretend() -> None:
@@ -136,11 +136,11 @@ def test_a_server_that_has_not_the_key_gives_nothing(sides: tuple[Side, Side]) -
         assert "does not have the service's key" in one.answer(1).reason
         ended.set()
         dial_port(port)
-        thread.join(5)
+        thread.join(60)
 
 
 def dial_port(port: int) -> None:
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 @given(st.binary(max_size=60), st.booleans())

@@ -46,9 +46,9 @@ async def connected(to: GatewayServer, count: int) -> AsyncIterator[list[Connect
 
 
 async def ended(connection: Connection) -> bool:
-    """Whether the server closes this connection within two seconds."""
+    """Whether the server closes this connection, which takes it less than a second."""
     try:
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(30.0):
             return await connection[0].read() is not None
     except ConnectionError:
         return True
@@ -58,7 +58,7 @@ async def ended(connection: Connection) -> bool:
 
 async def status(connection: Connection) -> bytes:
     connection[1].write(HEALTH)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30.0):
         head = await connection[0].readuntil(b"\r\n\r\n")
         length = re.search(rb"content-length: ([0-9]+)", head)
         assert length is not None
@@ -89,10 +89,10 @@ async def test_a_request_that_does_not_come_whole_in_time_is_given_up(sent: byte
 
 @in_loop
 async def test_an_answered_connection_has_the_time_anew() -> None:
-    async with server(4, 0.5) as gateway, connected(gateway, 1) as kept:
+    async with server(4, 1.2) as gateway, connected(gateway, 1) as kept:
         for _ in range(3):
             assert b"200" in await status(kept[0])
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.45)  # 1.35 s in all
 
 
 def test_descriptors_are_left_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def ordered(
     thread.start()
 
     def end() -> tuple[int, str]:
-        thread.join(30)
+        thread.join(60)
         assert ends, "the order has no end"
         return ends[0]
 
@@ -156,9 +156,9 @@ def test_an_ordered_process_knows_its_node_and_its_end_is_told(
 def test_signals_reach_what_was_ordered(tmp_path: Path, task: subprocess.Popen[bytes]) -> None:
     script = "trap 'echo warned' USR1; trap 'echo told; exit 4' TERM; echo up; "
     _, end = ordered(tmp_path, script + "while true; do sleep 0.05; done")
-    wait(lambda: log_has(tmp_path, "up"), 20, "it runs")
+    wait(lambda: log_has(tmp_path, "up"), 60, "it runs")
     task.send_signal(signal.SIGUSR1)
-    wait(lambda: log_has(tmp_path, "warned"), 10, "it was warned")
+    wait(lambda: log_has(tmp_path, "warned"), 60, "it was warned")
     task.send_signal(signal.SIGTERM)
     assert end() == (4, "") and log_has(tmp_path, "told")
     assert task.poll() is None  # the task itself stays for the next order
@@ -171,16 +171,16 @@ def test_a_process_that_does_not_stop_is_killed_with_all_it_has_started(tmp_path
     away = "setsid sh -c 'echo $$ up; exec sleep 300' &"  # in a session of its own
     script = f"trap '' TERM; {away} while true; do sleep 0.05; done"
     order, end = ordered(tmp_path, script)
-    wait(lambda: log_has(tmp_path, "up"), 20, "it runs")
+    wait(lambda: log_has(tmp_path, "up"), 60, "it runs")
     order.stop()
     assert end()[0] == -signal.SIGKILL
     child = int((tmp_path / "logs" / "out").read_text().split()[0])
-    wait(lambda: processes.look(child) is None, 10, "its child is gone too")
+    wait(lambda: processes.look(child) is None, 60, "its child is gone too")
 
 
 def test_a_silent_node_is_lost(tmp_path: Path, task: subprocess.Popen[bytes]) -> None:
     _, end = ordered(tmp_path, "echo $$ up; exec sleep 300", lost_s=4.0)
-    wait(lambda: log_has(tmp_path, "up"), 20, "it runs")
+    wait(lambda: log_has(tmp_path, "up"), 60, "it runs")
     task.kill()
     code, reason = end()
     assert code == 1 and "says nothing here" in reason
@@ -198,16 +198,16 @@ def test_a_step_that_never_starts_or_has_ended(tmp_path: Path) -> None:
 
 def test_the_step_ends_when_it_is_told_to(tmp_path: Path, task: subprocess.Popen[bytes]) -> None:
     _, end = ordered(tmp_path, "sleep 0.5")
-    wait(lambda: list((tmp_path / "step" / "n1").glob("*.status.json")), 20, "it runs")
+    wait(lambda: list((tmp_path / "step" / "n1").glob("*.status.json")), 60, "it runs")
     (tmp_path / "step" / "end").touch()
     assert end() == (0, "")
-    assert task.wait(10) == 0
+    assert task.wait(60) == 0
 
 
 @pytest.mark.usefixtures("task")
 def test_orders_that_are_none(tmp_path: Path) -> None:
     place = tmp_path / "step" / "n1"
-    wait(lambda: (place / "beat.json").exists(), 20, "the task is there")
+    wait(lambda: (place / "beat.json").exists(), 60, "the task is there")
     for name, text in (("a", "{}"), ("b", "no json"), ("c", '{"command": [], "log": 3}')):
         (place / f"{name}.order.json").write_text(text)
     _, end = ordered(tmp_path, "exit 5")
@@ -273,7 +273,7 @@ def submitter(
     left = made._steps.places().values()
     made.cancel(list(left))
     made._steps.cancel(made.find(STEP_NAME))
-    wait(lambda: not made.find(STEP_NAME), 20, "the step has ended")
+    wait(lambda: not made.find(STEP_NAME), 60, "the step has ended")
 
 
 def pilot(where: Path, name: str, gpu_type: str, gpus: int, script: str) -> PilotSpec:
@@ -295,14 +295,14 @@ def test_pilots_are_processes_of_one_step(submitter: AllocationSubmitter, tmp_pa
     def up() -> int:
         return sum("up on" in f.read_text() for log in logs.values() for f in log.glob("*.n?.log"))
 
-    wait(lambda: up() == 3, 30, "all three run")
+    wait(lambda: up() == 3, 60, "all three run")
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 1 and calls[0].count("--het-group=") == 2
     with pytest.raises(CapacityError, match="no free node"):
         submitter.submit(pilot(tmp_path, "p-4", "big", 2, stay))
     # one ends by itself, and its node is free again, in the same step
     submitter.cancel([jobs["p-1"]])
-    wait(lambda: submitter._steps.states([jobs["p-1"]])[jobs["p-1"]].state.over, 20, "it has ended")
+    wait(lambda: submitter._steps.states([jobs["p-1"]])[jobs["p-1"]].state.over, 60, "it has ended")
     places = {job: info.nodes for job, info in submitter.states(list(jobs.values())).items()}
     assert places[jobs["p-1"]] == ("n1",), "where it ran"
     assert {places[jobs["p-2"]], places[jobs["p-3"]]} == {("n2",), ("n3",)}
@@ -311,8 +311,8 @@ def test_pilots_are_processes_of_one_step(submitter: AllocationSubmitter, tmp_pa
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
     # with the last of them the step ends, and the next pilot has a step of its own
     submitter.cancel([jobs["p-2"], jobs["p-3"]])
-    wait(lambda: not submitter.find(STEP_NAME), 20, "the step has ended")
-    wait(lambda: not submitter._steps.places(), 20, "and its nodes are free")
+    wait(lambda: not submitter.find(STEP_NAME), 60, "the step has ended")
+    wait(lambda: not submitter._steps.places(), 60, "and its nodes are free")
     last = submitter.submit(pilot(tmp_path, "p-5", "l40s", 1, "exit 0"))
     assert submitter.wait(last, every_s=0.05).exit_code == 0
     assert len((tmp_path / "calls").read_text().splitlines()) == 2
@@ -323,7 +323,7 @@ def test_a_step_that_dies_takes_its_pilots_with_it(
 ) -> None:
     job = submitter.submit(pilot(tmp_path, "p-1", "big", 2, "echo $$ up; exec sleep 300"))
     log = tmp_path / "logs" / "p-1" / f"p-1.{submitter.job_id}.n1.log"
-    wait(lambda: log.exists() and "up" in log.read_text(), 30, "it runs")
+    wait(lambda: log.exists() and "up" in log.read_text(), 60, "it runs")
     (step,) = submitter.find(STEP_NAME)
     submitter._steps.cancel([step])
     info = submitter.wait(job, every_s=0.05)

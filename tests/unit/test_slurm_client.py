@@ -192,7 +192,7 @@ def test_clean_environment() -> None:
 
 def test_run_keeps_output_apart(tmp_path: Path) -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    done = run([sys.executable, "-IS", "-c", code], env={}, timeout_s=10)
+    done = run([sys.executable, "-IS", "-c", code], env={}, timeout_s=60)
     assert (done.code, done.out, done.err) == (3, "out\n", "err\n")
     with pytest.raises(EnvironmentFault, match="cannot start"):
         run([str(tmp_path)], env={}, timeout_s=1)

@@ -55,7 +55,7 @@ def test_all_pairs_or_a_sample_with_every_rank() -> None:
     assert sample == pairs_of(40, 64)
 
 
-def answer_of(code: str, timeout_s: float = 20.0) -> tuple[ProbeResult, list[str]]:
+def answer_of(code: str, timeout_s: float = 60.0) -> tuple[ProbeResult, list[str]]:
     said: list[str] = []
     argv = [sys.executable, "-c", code]
     return probing._answer(argv, {}, timeout_s, said.append), said
