@@ -5,6 +5,7 @@ A pilot costs others their GPUs and the service a shift, so only a load that has
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexslurm.control.keeper import PoolKeeper
@@ -46,6 +47,7 @@ class LoadJudge:
         self._settings = settings
         self._high_since: float | None = None
         self._low_since: float | None = None
+        self._idle_since: float | None = None
 
     def take(self, now: float, load: ServiceLoad) -> tuple[int, str]:
         """+1, 0 or -1 pilots, and why; after an answer that is not 0 the time counts anew."""
@@ -57,6 +59,8 @@ class LoadJudge:
         low = load.seats > 0 and not queue and load.share <= settings.low
         self._high_since = _since(self._high_since, now) if high else None
         self._low_since = _since(self._low_since, now) if low else None
+        idle = load.running == load.waiting == 0
+        self._idle_since = _since(self._idle_since, now) if idle else None
         if self._high_since is not None and now - self._high_since >= settings.high_for_s:
             self._high_since = None
             return 1, f"{load.waiting} requests wait, {load.share:.0%} of the gear is in use"
@@ -65,15 +69,22 @@ class LoadJudge:
             return -1, f"{load.share:.0%} of the gear has been in use for {settings.low_for_s:g} s"
         return 0, ""
 
+    def idle(self, now: float) -> bool:
+        """Whether there has been no request at all for as long as a load must be low."""
+        return self._idle_since is not None and now - self._idle_since >= self._settings.low_for_s
+
 
 def _since(before: float | None, now: float) -> float:
     return now if before is None else before
 
 
-def resize(keeper: PoolKeeper, step: int, why: str) -> None:
+def resize(
+    keeper: PoolKeeper, step: int, why: str, may_spare: Callable[[str], bool] = lambda name: True
+) -> None:
     """Ask for a pilot more, of the first entry that has room, or let one of the last go.
 
-    Nothing more is asked for while a pilot that was asked for is still to come.
+    Nothing more is asked for while a pilot that was asked for is still to come. `may_spare`:
+    whether the service can do without this pilot.
     """
     numbers = range(len(keeper.entries))
     if step > 0:
@@ -87,6 +98,10 @@ def resize(keeper: PoolKeeper, step: int, why: str) -> None:
                 return
     if step < 0:
         for number in reversed(numbers):
+            first = keeper.first_to_go(number)
+            runs = first is not None and first.stage is PilotStage.RUNNING
+            if first is not None and runs and not may_spare(first.fragment):
+                continue
             if keeper.wish(number, keeper.wanted[number] - 1, why):
                 return
 

@@ -183,12 +183,20 @@ class Keeping:
         self.wanted[entry] = count
         return True
 
-    def _shrink(self, entry: int) -> None:
-        """End what is too much: what waits first, then what is idle, then the newest."""
-        staying = self.staying(entry)
-        order = sorted(
-            (k for k in staying if k.stage in (PilotStage.WAITING, PilotStage.RUNNING)),
+    def first_to_go(self, entry: int) -> KeptPilot | None:
+        """The pilot that goes when there is one too many; None: none can yet."""
+        return next(iter(self._by_worth(entry)), None)
+
+    def _by_worth(self, entry: int) -> list[KeptPilot]:
+        """What waits first, then what is idle, then the newest."""
+        known = (PilotStage.WAITING, PilotStage.RUNNING)
+        return sorted(
+            (kept for kept in self.staying(entry) if kept.stage in known),
             key=lambda k: (k.stage is not PilotStage.WAITING, k.serving, -k.since),
         )
-        for kept in order[: max(len(staying) - self._target(entry), 0)]:
+
+    def _shrink(self, entry: int) -> None:
+        """End what is too much."""
+        excess = max(len(self.staying(entry)) - self._target(entry), 0)
+        for kept in self._by_worth(entry)[:excess]:
             self.end(kept.fragment, "it is more than is asked for")

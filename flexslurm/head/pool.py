@@ -32,8 +32,9 @@ from flexslurm.control.keeper_values import (
     Submit,
     Tell,
 )
-from flexslurm.control.members import AgentRecord, AgentState, Members
+from flexslurm.control.members import AgentRecord, AgentState, Members, signature_of
 from flexslurm.errors import FlexslurmError, ServiceError
+from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.head.hole_looks import HoleLooks
 from flexslurm.head.ledger import Figures
 from flexslurm.head.pilot_specs import entries_of, keeper_settings, load_settings, pilot_spec
@@ -63,12 +64,16 @@ class Pool:
         *,
         tell: Callable[[Event], None],
         record: Callable[[dict[str, Any]], None],
+        holds: Callable[[Signature], bool] = lambda signature: True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`record` writes to the journal; `tell` takes events for the controller."""
+        """`record` writes to the journal; `tell` takes events for the controller.
+
+        `holds`: whether an allocation can hold the model.
+        """
         self._service, self._site, self._directory = service, site, directory
         self._cluster, self._submitter = pilots.cluster, submitter
-        self._tell, self._record, self._now = tell, record, now
+        self._tell, self._record, self._now, self._holds = tell, record, now, holds
         self.keeper = PoolKeeper(
             entries_of(service), keeper_settings(service, site), pilots.pilots, now(),
             pilots.wanted, pilots.drained,
@@ -262,11 +267,16 @@ class Pool:
             self._load_at = now
             step, why = self._judge.take(now, load())
             if step and not self._service.keeping.backfill:
-                resize(self.keeper, step, why)
+                resize(self.keeper, step, why, lambda name: self._may_spare(now, name, members))
         for fragment in [f for f in members.cordoned if f in self._forgotten(members)]:
             self._tell(Cordon(fragment, cordon=False, gone=True))
         self._say()
         self._write()
+
+    def _may_spare(self, now: float, fragment: str, members: Members) -> bool:
+        """While there are requests the model stays where they find it."""
+        left = (agent for agent in members.usable() if agent.hello.fragment != fragment)
+        return self._judge.idle(now) or self._holds(signature_of(left))
 
     def _part(self, members: Members) -> None:
         """Nodes whose agents have ended are taken out of their jobs."""
@@ -336,11 +346,18 @@ def open_pool(
     *,
     tell: Callable[[Event], None],
     record: Callable[[dict[str, Any]], None],
+    choose: Callable[[Signature], Gear | NoGear],
 ) -> Pool | None:
-    """The pool of a service; None where nobody keeps it: an allocation is what it is."""
+    """The pool of a service; None where nobody keeps it: an allocation is what it is.
+
+    `choose`: the gear for an allocation.
+    """
     if pilots.cluster == "allocation" or not service.keeping.enabled:
         return None
-    return Pool(service, site, directory, pilots, submitter, tell=tell, record=record)
+    return Pool(
+        service, site, directory, pilots, submitter, tell=tell, record=record,
+        holds=lambda signature: isinstance(choose(signature), Gear),
+    )  # fmt: skip
 
 
 def load_of(figures: Figures, max_batch: int) -> ServiceLoad:

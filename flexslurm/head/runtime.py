@@ -186,7 +186,7 @@ class Head:
             submitter = submitter_for(pilots.cluster, self.site, self.directory, pilots.allocation)
             self.pool = open_pool(
                 self.service, self.site, self.directory, pilots, submitter,
-                tell=self._tell, record=self.effects.record,
+                tell=self._tell, record=self.effects.record, choose=self.planner.choose,
             )  # fmt: skip
             interval_s = self.site.slurm.poll_interval
             agents = self.control.members.agents

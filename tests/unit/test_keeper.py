@@ -5,99 +5,20 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fake_slurm_queue import FakeQueue
 
 from flexslurm.control.keeper import PoolKeeper
-from flexslurm.control.keeper_load import LoadJudge, LoadSettings, ServiceLoad, pool_lines, resize
+from flexslurm.control.keeper_load import pool_lines, resize
 from flexslurm.control.keeper_values import (
-    CancelJobs,
-    Drain,
     KeeperSettings,
-    Look,
     PilotShape,
     PilotStage,
     PoolEntry,
-    Present,
     Resize,
     Submit,
-    Tell,
 )
 from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilot
-
-ONE = (PilotShape(4),)
-
-
-class World:
-    """A keeper and a queue; each `step` is one interval, with one call to Slurm."""
-
-    def __init__(
-        self, *entries: PoolEntry, pilots: tuple[Pilot, ...] = (), **settings: float
-    ) -> None:
-        self.queue = FakeQueue()
-        self.keeper = PoolKeeper(
-            entries,
-            KeeperSettings(**settings),
-            pilots,
-            self.queue.now,  # type: ignore[arg-type]
-        )
-        self.present: dict[str, Present] = {}
-        self.said: list[str] = []
-        self.drains: list[str] = []
-        self.walltime_s: float | None = None
-        self.refuse = ""
-        self.begin = True
-
-    def act(self) -> object:
-        keeper, queue = self.keeper, self.queue
-        call = keeper.next_call(queue.now)
-        match call:
-            case Submit(pilot) if self.refuse:
-                keeper.refused(queue.now, pilot.fragment, self.refuse)
-            case Submit(pilot):
-                job = queue.submit(pilot, self.walltime_s)
-                keeper.submitted(queue.now, pilot.fragment, job)
-            case CancelJobs(jobs):
-                for job in jobs:
-                    queue.end(job, JobState.CANCELLED)
-                keeper.cancelled(jobs)
-        return call
-
-    def look(self) -> None:
-        keeper, queue = self.keeper, self.queue
-        if self.begin:
-            for job in queue.alive():
-                if job.info.state is JobState.PENDING and not job.info.held:
-                    queue.start(job.info.id)
-        ids = [pilot.job_id for pilot in keeper.pilots() if pilot.job_id]
-        infos, ours = queue.survey(ids)
-        keeper.looked(queue.now, Look(infos, ours))
-        for word in keeper.words():
-            if isinstance(word, Tell):
-                self.said.append(word.text)
-            if isinstance(word, Drain):
-                self.drains.append(word.fragment)
-
-    def step(self, seconds: float = 5.0, times: int = 1) -> None:
-        for _ in range(times):
-            self.queue.now += seconds
-            self.act()
-            self.look()
-
-    def join(self) -> None:
-        running = [k.fragment for k in self.keeper.kept.values() if k.stage is PilotStage.RUNNING]
-        self.present |= {name: Present(True, True) for name in running}
-        self.keeper.present(self.queue.now, self.present)
-
-    def names(self) -> list[str]:
-        return sorted(job.pilot.fragment for job in self.queue.alive())
-
-    def job(self, fragment: str) -> str:
-        return self.keeper.kept[fragment].pilot.job_id
-
-
-def entry(least: int = 2, wanted: int = 2, most: int = 2, **more: object) -> PoolEntry:
-    return PoolEntry("a100", "scavenge", ONE, least, wanted, most, **more)  # type: ignore[arg-type]
+from tests.keeper_world import World, entry
 
 
 def test_the_pool_is_filled_one_call_at_a_time() -> None:
@@ -390,63 +311,6 @@ def test_the_lead_is_learnt_from_the_waits() -> None:
     assert world.keeper.waits.lead_s(0, 3600.0, None) == 90.0
     assert world.keeper.waits.lead_s(0, 100.0, None) == 50.0
     assert world.keeper.waits.lead_s(0, None, 7.0) == 7.0
-
-
-# ------------------------------------------------------------------------------- the load
-
-
-def test_a_load_that_lasts_asks_for_more_up_to_the_maximum_one_at_a_time() -> None:
-    world = World(entry(1, 1, 3))
-    judge = LoadJudge(LoadSettings(high_for_s=60))
-    sizes = []
-    for _ in range(100):
-        world.step()
-        step, why = judge.take(world.queue.now, ServiceLoad(16, 5, 16, 0.5))
-        resize(world.keeper, step, why)
-        sizes.append(len(world.names()))
-    assert sizes[0] == 1 and max(sizes) == sizes[-1] == 3
-    assert sizes.index(2) >= 11 and sizes.index(3) >= sizes.index(2) + 11
-
-
-def test_idle_pilots_are_let_go_down_to_the_minimum() -> None:
-    world = World(entry(1, 3, 3))
-    world.step(times=5)
-    world.join()
-    world.present["a100-2"] = Present(True, serving=False)
-    world.keeper.present(world.queue.now, world.present)
-    judge = LoadJudge(LoadSettings(low_for_s=300))
-    for _ in range(200):
-        world.step()
-        step, why = judge.take(world.queue.now, ServiceLoad(1, 0, 16, 0.1))
-        resize(world.keeper, step, why)
-        for name in world.drains:
-            if name in world.keeper.kept:
-                world.queue.end(world.job(name), JobState.COMPLETED, 0)
-    assert world.drains[0] == "a100-2" and len(world.drains) == 2
-    assert len(world.names()) == 1
-
-
-@pytest.mark.parametrize("waiting", [0, 3])
-def test_a_short_peak_or_lull_changes_nothing(waiting: int) -> None:
-    judge = LoadJudge(LoadSettings(high_for_s=60, low_for_s=60))
-    answers = set()
-    for second in range(0, 1000, 10):
-        busy = second % 50 == 0
-        load = ServiceLoad(16, waiting, 16, 0.5) if busy else ServiceLoad(0, 0, 16, 0.1)
-        answers.add(judge.take(float(second), load)[0])
-    assert answers == {0}
-
-
-def test_requests_that_have_just_come_do_not_make_a_lull_a_load() -> None:
-    """Each waits for a moment, and a look may see it: with few in use that is a lull all the same."""
-    judge = LoadJudge(LoadSettings(low_for_s=60))
-    answers = [judge.take(float(s), ServiceLoad(1, s % 3 == 0, 16, 0.1))[0] for s in range(62)]
-    assert answers.index(-1) == 60
-
-
-def test_a_service_that_waits_for_gpus_lets_none_go() -> None:
-    judge = LoadJudge(LoadSettings(low_for_s=60))
-    assert {judge.take(float(s), ServiceLoad(0, 0, 0, 0.0))[0] for s in range(1000)} == {0}
 
 
 # ------------------------------------------------------------------------------- by hand

@@ -19,9 +19,10 @@ from flexslurm.control.events import Cordon, PartNode
 from flexslurm.control.keeper_load import ServiceLoad
 from flexslurm.control.members import Members
 from flexslurm.errors import ServiceError, SlurmError, SlurmUnavailable
+from flexslurm.gear import NoGear
 from flexslurm.head.poller import JobPoller
 from flexslurm.head.pool import Pool, open_pool
-from flexslurm.messages import PROTOCOL, AgentHello
+from flexslurm.messages import PROTOCOL, AgentHello, GpuInfo
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.script import PilotSpec
 from flexslurm.slurm.states import JobState
@@ -69,11 +70,14 @@ class FakeSubmitter:
 class Bench:
     """A pool on a fake Slurm, by a virtual clock."""
 
-    def __init__(self, home: Path, count: int, pilots: Pilots | None = None) -> None:
+    def __init__(
+        self, home: Path, count: int, pilots: Pilots | None = None, more: str = ""
+    ) -> None:
+        """`more`: further keys of the pool's entry."""
         text = f"""
 name: chat
 model: {{path: /m}}
-pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}}}]
+pool: [{{gpu_type: a100, gpus: 1, partition: p, count: {count}{more}}}]
 """
         self.service = parse_section(Service, text, "f")
         site = "name: s\ngpu_types: {a100: {}}\npartitions: {p: {}}\nslurm: {poll_interval: 5s}\n"
@@ -329,9 +333,36 @@ def test_an_allocation_and_a_pool_that_nobody_keeps(tmp_path: Path) -> None:
     for service, cluster in ((bench.service, "allocation"), (off, "slurm")):
         made = open_pool(
             service, bench.site, bench.directory, Pilots(cluster), bench.submitter,  # type: ignore[arg-type]
-            tell=lambda event: None, record=bench.records.append,
+            tell=lambda event: None, record=bench.records.append, choose=NoGear,
         )  # fmt: skip
         assert made is None
+
+
+# ------------------------------------------------------------------------- few requests
+
+
+@pytest.mark.parametrize("running", [1, 0])
+def test_few_requests_keep_what_holds_the_model_and_none_do_not(
+    tmp_path: Path, running: int
+) -> None:
+    bench = Bench(tmp_path, 3, more=", min_count: 1").filled()
+    pool = bench.pool()
+    pool._holds = lambda signature: signature.gpus() >= 2
+    pool.looked(pool.look([pilot.job_id for pilot in pool.pilots]))
+    for number in (1, 2, 3):
+        hello = AgentHello(
+            protocol=PROTOCOL, incarnation=f"a{number}", fragment=f"a100-{number}", node="n",
+            address="127.0.0.1", gpu_type="a100", gpus=(GpuInfo(0, 1 << 30),),
+        )  # fmt: skip
+        bench.members.join(hello, 0.0)
+    sizes = set()
+    while bench.now < 4000:
+        bench.now += 1.0
+        pool.tick(bench.members, lambda: ServiceLoad(running, 0, 16, 0.1), ())
+        sizes.add(pool.keeper.wanted[0])
+        if pool.keeper.wanted[0] == 2:  # the service has moved off the third
+            bench.members.drop("a3")
+    assert sizes == ({3, 2} if running else {3, 2, 1})
 
 
 # ------------------------------------------------------------------------- nodes given back
