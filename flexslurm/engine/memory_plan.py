@@ -79,11 +79,6 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     turn_layers: int = 0
     """With STOP: so many layers at a time can be handed over between the gears; 0: none can."""
 
-    @property
-    def weights_fit(self) -> bool:
-        """Whether at least the new weights fit while the old gear serves: only pages do not."""
-        return all(gpu.prepare <= gpu.arena for gpu in self.gpus)
-
     def of(self, worker: str) -> GpuBytes:
         return next(gpu for gpu in self.gpus if gpu.worker == worker)
 

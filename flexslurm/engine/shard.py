@@ -95,11 +95,6 @@ class ShardSpec:
         """What the parts take of an arena, alignment included."""
         return sum(aligned(part.nbytes(self.tp_rank, item_bytes)) for part in self.parts)
 
-    def for_rank(self, tp_rank: int) -> ShardSpec:
-        """What another rank of the same stage owns: every rank's sizes are known to all."""
-        assert 0 <= tp_rank < self.tp
-        return ShardSpec(self.lo, self.hi, self.tp, tp_rank, self.parts)
-
     def kv_heads(self, head_dim: int) -> tuple[int, int]:
         """This rank's KV heads `[first, last)` among the model's: whose pages its pool holds.
 

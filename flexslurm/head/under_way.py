@@ -57,12 +57,6 @@ class UnderWay:
         return self.plan.ask.epoch
 
     @property
-    def new_keys(self) -> tuple[ReplicaKey, ...]:
-        """Replicas of the new gear that are new, in its order."""
-        new = sorted(self.plan.ask.new.replicas.items())
-        return tuple(one.key for _, one in new if one.key.epoch == self.epoch)
-
-    @property
     def awaits_steps(self) -> bool:
         """Whether the answer to a step may be what it waits for: a boundary."""
         return self.paused_at is not None

@@ -232,11 +232,3 @@ def _best_other(
         at, part = np.nonzero((some[:, None, :] >= parts[None, :, :]).all(axis=2))
         consider(at + start, some[at] - parts[part], part_keys[part])
     return other
-
-
-def groups_of(need: Need) -> dict[str, Counter[int]]:
-    """By GPU type, how many groups of each size a pipeline takes."""
-    result: dict[str, Counter[int]] = {}
-    for kind, count in need:
-        result.setdefault(kind.gpu_type, Counter())[kind.tp] += count
-    return result

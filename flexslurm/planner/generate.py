@@ -25,13 +25,6 @@ TOLERANCE = 0.001
 ROUNDS = 60
 
 
-class Generated(msgspec.Struct, frozen=True):
-    """Pipelines, and what no plan of the signature can exceed."""
-
-    columns: tuple[Column, ...]
-    bound_tokens_per_s: float
-
-
 class Bound(msgspec.Struct, frozen=True):
     """Prices of groups that no pipeline is worth more than, and so of nodes: a bound on plans."""
 

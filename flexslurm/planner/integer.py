@@ -112,12 +112,3 @@ class Programme:
         groups = dict(zip(self.kinds, prices[: len(self.kinds)].tolist(), strict=True))
         nodes = dict(zip(self.shapes, prices[len(self.kinds) :].tolist(), strict=True))
         return Prices(-float(found.fun), groups, nodes)
-
-
-def groups_in(plan: dict[Column, int]) -> Counter[StageKind]:
-    """All groups of a plan."""
-    result: Counter[StageKind] = Counter()
-    for column, times in plan.items():
-        for kind, count in column.need:
-            result[kind] += count * times
-    return result
