@@ -15,7 +15,7 @@ from flexslurm.engine.families import check_model
 from flexslurm.engine.kv_moves import KvPull, kv_pulls
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
 from flexslurm.gear import Replica
-from flexslurm.messages import Installed, KvParked, KvPulled, ParkKv
+from flexslurm.messages import Installed, KvParked, KvPulled, ParkKv, UnparkKv
 from tests.cluster.engine_world import BLOCK_TOKENS, KV_BLOCKS, Placed, World
 
 
@@ -146,7 +146,17 @@ class Shifter:
         )
         return answer
 
-    def used(self, worker: str, wanted: int, timeout_s: float = 5.0) -> None:
+    def unpark(self, placed: Placed) -> None:
+        """Have each worker drop what it parked of a retired epoch; returns once all have.
+
+        There is no answer to that order. Each worker takes its messages in order, and one to park
+        what is not there is answered at once.
+        """
+        self.world.head.send(placed.workers, UnparkKv(epoch=placed.epoch))
+        for worker in placed.workers:
+            assert self.park(placed, worker, (0,)).failed == (0,)
+
+    def used(self, worker: str, wanted: int, timeout_s: float = 30.0) -> None:
         """Wait for a beat with this figure of the arena."""
         end = time.monotonic() + timeout_s
         while self.world.head.used.get(worker) != wanted:

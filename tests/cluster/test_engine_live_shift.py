@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_harness import Line, chunk_of, lines_of, prompts_of, reference
 
-from flexslurm.messages import InstallFailed, SamplingParams, StepFailed, UnparkKv
+from flexslurm.messages import InstallFailed, SamplingParams, StepFailed
 from tests.cluster.engine_shift import Shifter
 from tests.cluster.engine_world import BLOCK_TOKENS, KV_BLOCKS, Node, Placed, World, replica_of
 
@@ -253,14 +253,17 @@ def test_retiring_calls_a_pull_back(world: World, tiny_model: Path) -> None:
     shifter = Shifter(world, tiny_model, lines())
     old, new = one_after_another(world, shifter)
     shifter.installed(new)
-    shifter.send_pulls(old, new, [(b, b) for b in shifter.held()], rate_bytes_per_s=20e3)
-    assert world.retire(new) < 2.0
+    pairs = [(block, block) for block in shifter.held()]
+    nbytes = len(pairs) * shifter.shards.block_bytes(shifter.at(new).holdings[0])
+    rate = nbytes / 600  # it would go on for ten minutes
+    shifter.send_pulls(old, new, pairs, rate_bytes_per_s=rate)
+    world.retire(new)
     shifter.used(new.workers[0], 0)
     shifter.check_memory(old)
     again = shifter.begin(old, 3, replica_of([6], [1]), new.workers)
     shifter.installed(again)
-    shifter.send_pulls(old, again, [(b, b) for b in shifter.held()], rate_bytes_per_s=20e3)
-    assert world.retire(old) < 2.0, "sending for seconds yet"
+    shifter.send_pulls(old, again, pairs, rate_bytes_per_s=rate)
+    world.retire(old)  # nor does the sender go on
     shifter.used(old.workers[0], 0)
     world.retire(again)
 
@@ -301,7 +304,7 @@ def test_parked_blocks_come_back(
     for line in shifter.lines:
         line.blocks = fresh[line.name]
     if not on_disk:
-        world.head.send(names, UnparkKv(epoch=1))
+        shifter.unpark(old)
         again = shifter.send_pulls(old, new, pairs[:1])
         assert all(answer.failed for answer in shifter.pulled(again))
         line = next(line for line in shifter.lines if pairs[0][1] in line.blocks)
