@@ -6,7 +6,6 @@ A multiset of stage kinds is *irreducible* if no set of other pipelines that fit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec

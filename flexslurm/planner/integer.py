@@ -6,7 +6,6 @@ every group that a pipeline takes must be cut from some node.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
