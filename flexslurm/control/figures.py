@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-SHIFTING_LIMIT = 0.05
-"""Share of the time that shifts may take."""
 _LOAD_CHANGE = 1.5
 """Times as many live requests, or as few, that are another load."""
 _MOST_KEPT = 100
@@ -45,10 +43,6 @@ class Judgement:
     shifts: int
     paused_s: float
     """Without a gear that serves, since the first one did."""
-
-    @property
-    def within_limit(self) -> bool:
-        return self.shifting < SHIFTING_LIMIT
 
     def figures(self) -> dict[str, float | None]:
         """By name, for programs."""
