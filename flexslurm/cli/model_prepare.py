@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,9 +59,24 @@ MODELS = {
 }
 
 
-def cache_dir() -> Path:
-    """Where prepared models are kept: $FLEXSLURM_CACHE, else .cache of the working directory."""
-    return Path(os.environ.get("FLEXSLURM_CACHE") or ".cache").absolute()
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a user's prepared models are kept, whatever the working directory.
+
+    $FLEXSLURM_CACHE, else `flexslurm` in $XDG_CACHE_HOME or ~/.cache. Raises EnvironmentFault for
+    a user without a home.
+    """
+    if own := environ.get("FLEXSLURM_CACHE"):
+        return Path(own).absolute()
+    shared = Path(environ.get("XDG_CACHE_HOME") or "")
+    if shared.is_absolute():  # a relative one is to be passed over, says its specification
+        return shared / "flexslurm"
+    try:
+        return Path.home() / ".cache" / "flexslurm"
+    except RuntimeError:
+        raise EnvironmentFault(
+            "you have no home directory to keep a prepared model in",
+            hint="choose a place with the variable FLEXSLURM_CACHE",
+        ) from None
 
 
 def prepare_smollm2(say: Say) -> Path:

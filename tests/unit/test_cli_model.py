@@ -18,7 +18,7 @@ from conftest import TinyModels
 
 from flexslurm.cli import model_prepare
 from flexslurm.cli.main import run
-from flexslurm.cli.model_prepare import PackagedModel, prepare_file, prepare_packaged
+from flexslurm.cli.model_prepare import PackagedModel, cache_dir, prepare_file, prepare_packaged
 from flexslurm.engine.tiny import byte_tokenizer
 from flexslurm.errors import EnvironmentFault, ModelError
 
@@ -109,6 +109,40 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     monkeypatch.setenv("FLEXSLURM_CACHE", str(tmp_path / "cache"))
+
+
+def test_prepared_models_are_kept_per_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = {"HOME": str(tmp_path / "home")}
+    monkeypatch.setenv("HOME", home["HOME"])
+    usual = tmp_path / "home/.cache/flexslurm"
+    assert cache_dir(home) == usual
+    assert cache_dir({**home, "XDG_CACHE_HOME": "", "FLEXSLURM_CACHE": ""}) == usual
+    assert cache_dir({**home, "XDG_CACHE_HOME": "relative"}) == usual
+    assert cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/flexslurm")
+    assert cache_dir({"XDG_CACHE_HOME": "/x", "FLEXSLURM_CACHE": "/y"}) == Path("/y")
+
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(EnvironmentFault) as caught:
+        cache_dir({})
+    assert "FLEXSLURM_CACHE" in (caught.value.hint or "")
+
+
+def test_what_is_prepared_is_found_from_any_directory(
+    shelf: tuple[Path, PackagedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, model = shelf
+    monkeypatch.delenv("FLEXSLURM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(where))
+    first = prepare_packaged(model, None, "float32", lambda _: None)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    monkeypatch.chdir(where)
+    told: list[str] = []
+    assert prepare_packaged(model, None, "float32", told.append) == first
+    assert first == tmp_path / "xdg/flexslurm/models/tiny" and told == []
 
 
 def test_a_packaged_model_is_fetched_converted_and_kept(

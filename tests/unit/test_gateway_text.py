@@ -11,6 +11,7 @@ import pytest
 from gateway_fakes import TEMPLATE, byte_level_tokenizer, metaspace_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from flexslurm.cli.model_prepare import cache_dir
 from flexslurm.errors import InvalidRequest, ModelError
 from flexslurm.gateway.chat_template import ChatTemplate
 from flexslurm.gateway.text import SamplingDefaults, TextModel
@@ -53,10 +54,10 @@ def transformers_tokenizer(path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def real_model(root: Path) -> Path:
+def real_model() -> Path:
     """A published model's directory, where there is one."""
     given = os.environ.get("FLEXSLURM_TEST_MODEL")
-    path = Path(given) if given else root / ".cache" / "models" / "smollm2"
+    path = Path(given) if given else cache_dir() / "models" / "smollm2"
     if not (path / "tokenizer.json").is_file():
         pytest.skip(f"no model at {path}; FLEXSLURM_TEST_MODEL may name one")
     return path
