@@ -57,6 +57,9 @@ class Memory:
                 (self.cordoned.add if record["cordon"] else self.cordoned.discard)(fragment)
                 drain = record["cordon"] and record.get("drain", False)
                 (self.draining.add if drain else self.draining.discard)(fragment)
+            case "stopped" if record.get("pilots_end"):  # the next ones are others of these names
+                self.cordoned.clear()
+                self.draining.clear()
 
     def restore(self, control: Control) -> None:
         """A head that begins goes on from here."""

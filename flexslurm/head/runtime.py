@@ -270,7 +270,8 @@ class Head:
             for asker in self._asked:
                 self.socket.send(asker, AskDone(message=reason))
             self.socket.close()
-        self.notes.note({"event": "stopped", "head": self.incarnation, "why": reason})
+        stopped = {"event": "stopped", "head": self.incarnation, "why": reason, "pilots_end": asked}
+        self.notes.note(stopped)
         self.journal.close()
         self.directory.retract_head(self.incarnation)
         log.info("head %s has ended: %s", self.incarnation, reason)

@@ -380,6 +380,16 @@ def test_a_drained_pilot_that_comes_back_to_a_new_head_is_ended() -> None:
     assert [sent.to for sent in world.told(ReleaseAgent)] == ["b"]
 
 
+def test_pilots_of_a_service_that_was_stopped_are_others_than_those_that_were_cordoned() -> None:
+    memory = Memory()
+    memory.take({"event": "cordon", "fragment": "a", "cordon": True})
+    memory.take({"event": "cordon", "fragment": "b", "cordon": True, "drain": True})
+    memory.take({"event": "stopped", "pilots_end": False})  # the head alone: its pilots stay
+    assert (memory.cordoned, memory.draining) == ({"a", "b"}, {"b"})
+    memory.take({"event": "stopped", "pilots_end": True})
+    assert (memory.cordoned, memory.draining) == (set(), set())
+
+
 def test_many_windows_without_a_shift_do_not_push_the_shifts_out_of_memory() -> None:
     memory = Memory()
     for epoch in range(1, 4):

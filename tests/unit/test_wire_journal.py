@@ -99,6 +99,7 @@ events = st.one_of(
     ),
     st.builds(lambda s: {"event": "accepted", "seq": s, "prompt": 3}, st.sampled_from("xyz")),
     st.builds(lambda s: {"event": "ended", "seq": s}, st.sampled_from("xyz")),
+    st.builds(lambda all_end: {"event": "stopped", "pilots_end": all_end}, st.booleans()),
 )
 
 
