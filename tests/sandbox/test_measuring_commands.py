@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from submitter_suite import wait
 
 from flexslurm.cli.main import run
 from flexslurm.errors import EnvironmentFault
@@ -34,6 +35,29 @@ def test_a_profile_is_measured_by_a_job(
     (file,) = tmp_path.iterdir()
     profile = read_profile(file.read_text(), str(file))
     assert profile.kind == ("l40s", 2)
+
+
+@pytest.mark.long
+def test_a_job_serves_the_model_too(
+    slurm_sandbox: Sandbox, slurm: SlurmClient, tiny_model: Path, tmp_path: Path, capsys
+) -> None:
+    """A service of its own on the job's node, which Slurm knows nothing of and which ends."""
+    code = run([
+        "profile", str(tiny_model), "--site", str(slurm_sandbox.site_file), "--gpu-type", "l40s",
+        "--tp", "2", "--partition", "scavenge", "--dtype", "float64", "--max-batch", "2",
+        "--max-tokens", "8", "--max-context", "32", "--block-tokens", "16",
+        "--out", str(tmp_path),
+    ])  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "serving l40s tp2 [0,6) to 3 streams" in said.err
+    assert "serving l40s tp2 [0,3) → l40s tp2 [3,6) to 3 streams" in said.err
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert "\nhead,6,2,0," in text and "\npass,6,2,0," in text
+    profile = read_profile(text, str(file))
+    assert profile.head is not None and profile.head(2) > 0, "it is of one service: never negative"
+    wait(lambda: not slurm.call("squeue", "-h").out.strip(), 30, "the trial's job is gone")
 
 
 @pytest.fixture(scope="module")
