@@ -26,6 +26,7 @@ from flexslurm.errors import (
 )
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.messages import ServiceState, StatusAnswer
+from flexslurm.slurm.command import backoff_s
 from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 if TYPE_CHECKING:
@@ -173,9 +174,13 @@ def head_submitter(plan: LaunchPlan) -> Submitter:
     """Where the head goes: with the pilots, or a process of this machine."""
     from flexslurm.slurm.local import LocalSubmitter
 
-    if plan.head_here or plan.cluster == "local":
+    if _head_is_local(plan):
         return LocalSubmitter(plan.directory.path, env=plan.site.env)
     return make_submitter(plan)
+
+
+def _head_is_local(plan: LaunchPlan) -> bool:
+    return plan.head_here or plan.cluster == "local"
 
 
 def preview(plan: LaunchPlan) -> str:
@@ -198,11 +203,16 @@ def wait_until_serving(
 
     told: dict[str, str] = {}
     deadline = time.monotonic() + timeout_s
+    # a head may wait for its turn for hours: Slurm is asked less and less often
+    waits = backoff_s(_POLL_S, max(_POLL_S, plan.site.slurm.poll_interval))
+    look_at = time.monotonic()
     while time.monotonic() < deadline:
         try:
             answer = ask_status(plan.directory, timeout_s=2.0)
         except ServiceUnreachable:
-            _watch_jobs(plan, told, say)
+            if time.monotonic() >= look_at:
+                _watch_jobs(plan, told, say)
+                look_at = time.monotonic() + (0.0 if _head_is_local(plan) else next(waits))
         else:
             _tell_changes(answer, told, say)
             if answer.state == ServiceState.SERVING:

@@ -14,6 +14,7 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.errors import DeadlineExceeded, EnvironmentFault, FlexslurmError, ServiceError
 from flexslurm.messages import StopAsk
+from flexslurm.slurm.command import backoff_s
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import Pilots, ServiceDir
 
@@ -24,6 +25,8 @@ Say = Callable[[str], None]
 
 _ANSWER_S = 15.0
 """A head closes its connections before it answers."""
+_FIRST_LOOK_S, _MOST_LOOK_S = 0.2, 2.0
+"""Between looks at jobs that are to end, the first and the longest."""
 
 
 def stop_service(
@@ -131,7 +134,7 @@ def _end(owner: Submitter, ids: list[str], deadline: float) -> None:
     if not ids:
         return
     owner.cancel(ids)
-    while True:
+    for pause_s in backoff_s(_FIRST_LOOK_S, _MOST_LOOK_S):
         states = owner.states(ids)
         left = [job for job, info in states.items() if info.known and not info.state.over]
         if not left:
@@ -141,4 +144,4 @@ def _end(owner: Submitter, ids: list[str], deadline: float) -> None:
                 f"these jobs are still there: {', '.join(left)}",
                 hint="Slurm ends them after its kill wait; look with squeue",
             )
-        time.sleep(0.2)
+        time.sleep(pause_s)

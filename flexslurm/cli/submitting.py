@@ -28,13 +28,15 @@ from flexslurm.errors import (
     ServiceUnreachable,
     SlurmError,
 )
+from flexslurm.slurm.command import backoff_s
 from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 if TYPE_CHECKING:
     from flexslurm.slurm.pilot import Submitter
     from flexslurm.slurm.script import PilotSpec
 
-_POLL_S = 0.25
+_POLL_S, _MOST_POLL_S = 0.25, 2.0
+"""Between looks at a head that is to end, the first and the longest."""
 AT_ONCE = 16
 """Pilots that a launch submits to Slurm; what more the pool asks for, the head does, in turn."""
 _PAUSE_S = 1.0
@@ -203,10 +205,11 @@ def _end_old_head(plan: LaunchPlan, say: Say) -> None:
         say(f"the head, job {job}, does not answer: it is ended")
         owner.cancel([job])
         deadline = time.monotonic() + plan.site.slurm.kill_wait + 10.0
+        waits = backoff_s(_POLL_S, _MOST_POLL_S)
         while not (info := owner.states([job])[job]).state.over and info.known:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"the old head, job {job}, does not end")
-            time.sleep(_POLL_S)
+            time.sleep(next(waits))
     plan.directory.forget_head()
 
 

@@ -243,12 +243,14 @@ class Gateway:
             }
         )
 
-    def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody) -> Response:
         translate.check_model(body.model, self.model)
         translate.check_unlisted(body.unlisted, list(DetokenizeBody.model_fields))
         if body.tokens:
             translate.check_prompt(body.tokens, self.text, "tokens")
-        return json_response({"prompt": self.text.decode(body.tokens)})
+        if len(body.tokens) <= self.bounds.inline_chars:
+            return json_response({"prompt": self.text.decode(body.tokens)})
+        return json_response({"prompt": await asyncio.to_thread(self.text.decode, body.tokens)})
 
     # -- the service
 
@@ -309,7 +311,7 @@ def _add_generation_routes(router: APIRouter, gateway: Gateway) -> None:
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
-        return gateway.detokenize(body)
+        return await gateway.detokenize(body)
 
 
 def _add_model_routes(router: APIRouter, gateway: Gateway) -> None:

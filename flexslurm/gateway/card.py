@@ -33,4 +33,4 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ping_s: float = 15.0
     """A stream that is silent for this long gets a comment, so that no proxy cuts it."""
     inline_chars: int = 16_384
-    """Longer prompts are tokenized in a thread, so that other streams go on."""
+    """Longer prompts, and as many tokens to be told as text, go to a thread: streams go on."""

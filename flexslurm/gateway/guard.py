@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flexslurm.errors import ConfigError, Unauthorized
 from flexslurm.gateway.problems import HttpProblem, http_error, request_error
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Counted by name; a client may write any word, and each would be a series of its own."""
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 """Asked by load balancers and scrapers, which have no key."""
 REQUEST_ID = "flexslurm.request_id"
@@ -154,7 +156,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 path = scope["path"] if scope["path"] in self._known_paths else "other"
-                self._counter.http(scope["method"], path, message["status"])
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self._counter.http(method, path, message["status"])
             await send(message)
 
         return noting
