@@ -214,6 +214,8 @@ async def test_tokenize_and_detokenize() -> None:
         assert len(made["token_strs"]) == len(tokens)
         back = await http.post(g.url + "/detokenize", json={"tokens": tokens})
         assert back.json() == {"prompt": "naïve text"}
+        long = await http.post(g.url + "/detokenize", json={"tokens": tokens * 6000})
+        assert long.json() == {"prompt": "naïve text" * 6000}
         chat = await http.post(g.url + "/tokenize", json={"messages": USER})
         prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
         assert chat.json()["tokens"] == small_text().encode(prompt, add_special_tokens=False)
@@ -271,6 +273,8 @@ async def test_metrics_have_the_services_figures_and_the_ledgers() -> None:
     async with gateway(FakeGenerator(says("x"))) as g, httpx.AsyncClient() as http:
         await g.client.completions.create(model=MODEL, prompt="go")
         await http.get(g.url + "/nowhere/1")
+        for word in ("BREW", "STEEP"):
+            await http.request(word, g.url + "/health")
         g.metrics.accepted("r/0", 7)
         g.metrics.first_token(0.2)
         g.metrics.gap(0.05)
@@ -295,6 +299,7 @@ async def test_metrics_have_the_services_figures_and_the_ledgers() -> None:
             f'flexslurm_shifts_total{{{labels},outcome="committed"}} 1.0',
             'flexslurm_state{state="serving"} 1.0',
             'flexslurm_http_requests_total{method="GET",path="other",status="404"} 1.0',
+            'flexslurm_http_requests_total{method="other",path="/health",status="405"} 2.0',
             'flexslurm_http_requests_total{method="POST",path="/v1/completions",status="200"} 1.0',
         ):
             assert line in page.splitlines(), line
