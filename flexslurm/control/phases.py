@@ -62,8 +62,8 @@ class PhaseWords:
 WORDS: Mapping[Phase, PhaseWords] = {
     _P.PREPARE: PhaseWords(
         "missing workers start, leftovers of earlier epochs are closed, moves and memory are "
-        "planned",
-        "all workers are up and free, and the plan is there",
+        "planned; before PARK groups form and stages are cut, which takes no memory",
+        "all workers are up and free, the plan is there, and what could be made is made",
         "serves",
     ),
     _P.PARK: PhaseWords(
@@ -150,6 +150,8 @@ class InstallSettings:
     prepare_timeout_s: float
     close_timeout_s: float
     install_timeout_s: float
+    assemble_timeout_s: float = 30.0
+    """Half of it is waited for what can be made of the new gear before PARK."""
     park_timeout_s: float = 60.0
     transfer_timeout_s: float = 120.0
     cutover_timeout_s: float = 20.0

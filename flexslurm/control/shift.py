@@ -47,10 +47,11 @@ from flexslurm.control.installed import (
     seat_of,
 )
 from flexslurm.control.members import GpuAt, Members, WorkerState
+from flexslurm.control.patience import patience_s
 from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import plan_request
 from flexslurm.gear import Gear, Slot, replica_slots
-from flexslurm.messages import Install, Pacing, Retire, StartWorkers
+from flexslurm.messages import Assemble, Install, Pacing, Retire, StartWorkers
 
 
 @dataclass(slots=True)
@@ -81,6 +82,9 @@ class Shift:
     """The new replicas, once their workers are up."""
     plan_asked: bool = False
     order: ShiftOrder | None = None
+    assemble_by: float | None = None
+    """When PARK begins at the latest; None: nothing was assembled beforehand."""
+    assembled: set[str] = field(default_factory=set)
     installed: set[str] = field(default_factory=set)
     lingering: set[tuple[str, int]] = field(default_factory=set)
     """Workers with weights of epochs that are closed, which others may take."""
@@ -136,7 +140,7 @@ class Shift:
         number = next((n for n, one in self.target.items() if worker in one.workers), None)
         if number is None or self.over:
             return
-        if self.phase is Phase.PREPARE:
+        if self.phase is Phase.PREPARE and self.assemble_by is None:
             self.target, self.order, self.plan_asked = {}, None, False
             return
         one = self.target[number]
@@ -181,7 +185,8 @@ class Shift:
     ) -> None:
         match self.phase:
             case Phase.PREPARE if self._is_planned(now, members, holdings, actions):
-                self._begin(now, members, holdings, actions)
+                if self._is_assembled(now, members, holdings, actions):
+                    self._begin(now, members, holdings, actions)
             case Phase.PARK if self.parked or not self.replaced:
                 self._close(now, holdings, actions)
             case Phase.CLOSE if not self._leftovers(holdings):
@@ -242,6 +247,19 @@ class Shift:
                 made[number] = InstalledReplica(ReplicaKey(self.epoch, number), replica, seats)
         return made
 
+    def _is_assembled(
+        self, now: float, members: Members, holdings: Holdings, actions: list[Action]
+    ) -> bool:
+        """Whether what the pause of PARK need not wait for is made, as far as there was time."""
+        assert self.order is not None
+        if not (self.replaced and self.target and self.order.mode is Mode.PARK):
+            return True
+        if self.assemble_by is None:
+            self.assemble_by = now + self._bound(self.settings.assemble_timeout_s, members, now) / 2
+            self.deadline = max(self.deadline, self.assemble_by + 1.0)
+            self._send_installs(members, holdings, actions, early=True)
+        return self.assembled >= self._new_workers or now >= self.assemble_by
+
     def _begin(
         self, now: float, members: Members, holdings: Holdings, actions: list[Action]
     ) -> None:
@@ -287,11 +305,19 @@ class Shift:
             self._move(now, members, actions)
             return
         self.enter(Phase.INSTALL, now, self.settings.install_timeout_s)
-        actions.append(MeetEpoch(self.epoch))
+        self._send_installs(members, holdings, actions)
+
+    def _send_installs(
+        self, members: Members, holdings: Holdings, actions: list[Action], *, early: bool = False
+    ) -> None:
+        assert self.order is not None
+        if early or self.assemble_by is None:
+            actions.append(MeetEpoch(self.epoch))
         for _, one in sorted(self.target.items()):
             for slot, worker in zip(one.slots, one.workers, strict=True):
                 holdings.add(worker, self.epoch)
-                actions.append(Send(worker, self._message(slot, one, members, self.order)))
+                install = self._message(slot, one, members, self.order)
+                actions.append(Send(worker, Assemble(install=install) if early else install))
 
     def _message(
         self, slot: Slot, one: InstalledReplica, members: Members, order: ShiftOrder
@@ -338,26 +364,9 @@ class Shift:
         actions += [record, BeginCutover(self.epoch, bound_s)]
 
     def _bound(self, seconds: float, members: Members, now: float) -> float:
-        """So long, or until members of what goes must leave, less what the rest takes."""
-        agents = (
-            set()
-            if self.old is None
-            else {
-                agent
-                for key in self.replaced
-                if (one := self.old.find(key)) is not None
-                for agent in one.agents
-            }
-        )
-        ends = [
-            found.leaves_at
-            for agent in agents
-            if (found := members.agents.get(agent)) is not None and found.leaves_at is not None
-        ]
-        if not ends:
-            return seconds
-        left = min(ends) - now
-        return max(min(seconds, left - min(self.settings.leave_reserve_s, left / 2)), 0.0)
+        """So long, or less where members of what goes must leave."""
+        reserve_s = self.settings.leave_reserve_s
+        return patience_s(seconds, members, self.old, self.replaced, now, reserve_s)
 
     # deadlines
 

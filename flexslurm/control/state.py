@@ -66,7 +66,7 @@ from flexslurm.control.roll import (
 from flexslurm.control.shift import Shift
 from flexslurm.control.watch import Watch
 from flexslurm.gear import Gear
-from flexslurm.messages import Installed, InstallFailed, Message, Retired, ServiceState
+from flexslurm.messages import Assembled, Installed, InstallFailed, Message, Retired, ServiceState
 
 
 @dataclass
@@ -185,6 +185,8 @@ class Control:
         match message:
             case Retired(epoch=epoch):
                 self.holdings.closed(worker.worker, epoch)
+            case Assembled(epoch=epoch) if shift is not None and epoch == shift.epoch:
+                shift.assembled.add(worker.worker)
             case Installed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.on_installed(worker.worker)
             case InstallFailed(epoch=epoch) if shift is not None and epoch == shift.epoch:

@@ -33,6 +33,8 @@ from flexslurm.messages import (
 )
 
 _PROGRESS_EVERY_S = 0.5
+_ROOM_S = 150.0
+"""For the old gear to be parked and closed, which the head has bounds of its own for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,15 @@ class Host:
 class Installer:
     """One install; raises StaleEpoch when `stopped`, DeadlineExceeded after the install's time."""
 
-    def __init__(self, install: Install, host: Host, stopped: Callable[[], bool]) -> None:
-        self._install, self._host, self._stopped = install, host, stopped
+    def __init__(
+        self,
+        install: Install,
+        host: Host,
+        stopped: Callable[[], bool],
+        room: Callable[[float], Install],
+    ) -> None:
+        """`room` waits so many seconds at most for room in the arena, and gives what is asked."""
+        self._install, self._host, self._stopped, self._room = install, host, stopped, room
         self._shape = install.replica.stages[install.slot.stage]
         self._deadline = time.monotonic() + install.timeout_s
         self._cancel = host.transfers.enter(install.epoch)
@@ -92,14 +101,17 @@ class Installer:
             )
             stage = build_stage(
                 plan, arena, group, progress=self.progress, filler=filler,
-                hand_over=self._hand_over(info, arena),
+                hand_over=lambda: self._hand_over(info, arena),
             )  # fmt: skip
         layers = shape.lo, shape.hi
         self._host.transfers.open(Tenant(install.epoch, arena, stage.store, layers, stage.heads))
         return stage
 
     def _hand_over(self, info: ModelInfo, arena: Arena) -> HandOver | None:
-        install = self._install
+        waited_from = time.monotonic()
+        install = self._install = self._room(_ROOM_S)
+        self._deadline += time.monotonic() - waited_from
+        self.progress("build", 0, 0)  # raises where it is over
         if not install.hand_over:
             return None
 

@@ -153,12 +153,13 @@ def build_stage(
     *,
     progress: Progress | None = None,
     filler: WeightFiller | None = None,
-    hand_over: HandOver | None = None,
+    hand_over: Callable[[], HandOver | None] | None = None,
 ) -> LoadedStage:
     """Build, fill and return the stage; whatever is raised, the arena is as it was.
 
     `group`: the process group of the stage's ranks, None with one rank. `filler`: where slices
-    that are not here come from, the model's files by default. `hand_over`: fill layer by layer.
+    that are not here come from, the model's files by default. `hand_over`: asked before memory is
+    taken, for which it may wait; where it gives one, weights are filled layer by layer.
 
     Raises ModelError (the files are at fault) and CapacityError (the arena is too small), and
     passes on what `progress` raises.
@@ -190,12 +191,13 @@ def _check_plan(plan: StagePlan, info: ModelInfo) -> None:
 
 def _build(
     plan: StagePlan, info: ModelInfo, arena: Arena, group: Any, filler: WeightFiller,
-    progress: Progress | None, hand_over: HandOver | None,
+    progress: Progress | None, hand_over: Callable[[], HandOver | None] | None,
 ) -> LoadedStage:  # fmt: skip
     if progress is not None:
         progress("build", 0, 0)
     engine, model, spec = _engine(plan, info, group, arena.device)
     filler.check(spec)
+    handed = None if hand_over is None else hand_over()
     store: KvStore | None = None
     built = False
     arena.weights.open(plan.epoch, f"{Path(plan.model).resolve()} {plan.dtype}")
@@ -209,7 +211,7 @@ def _build(
             plan, spec, arena, shape.pages * page_bytes(info, plan.dtype, plan.block_tokens)
         )
         store = KvStore(shape, dtype, arena)
-        views, filled = _fill(plan, info, spec, arena, filler, progress, hand_over)
+        views, filled = _fill(plan, info, spec, arena, filler, progress, handed)
         _put(model, spec, arena, views, dtype)
         fresh_rotary(model, arena.device)
         kept = sum(view.piece.nbytes for _, view in views if not view.fresh)

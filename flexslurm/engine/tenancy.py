@@ -25,8 +25,9 @@ from flexslurm.engine.install import Host, Installer
 from flexslurm.engine.pacing import Pacer
 from flexslurm.engine.pipeline import Pending, StageRunner, StepOrder
 from flexslurm.engine.stage import LoadedStage
-from flexslurm.errors import FlexslurmError, ModelError, ProtocolError
+from flexslurm.errors import DeadlineExceeded, FlexslurmError, ModelError, ProtocolError
 from flexslurm.messages import (
+    Assembled,
     FreeBlocks,
     Install,
     Installed,
@@ -59,7 +60,8 @@ class TenancyPhase(StrEnum):
 class Tenancy:
     """One epoch; its stage, runner and groups are touched by its thread only."""
 
-    def __init__(self, install: Install, host: Host) -> None:
+    def __init__(self, install: Install, host: Host, *, early: bool = False) -> None:
+        """`early`: no memory is taken until `go_on`."""
         self.epoch = install.epoch
         self.phase = TenancyPhase.INSTALLING
         self._install, self._host = install, host
@@ -71,12 +73,22 @@ class Tenancy:
         self._overflow = False
         self._keep_weights = False
         self._stop = threading.Event()
+        self._room = threading.Event()
+        """There is room for the stage, or nothing is waited for any more."""
+        if not early:
+            self._room.set()
         self._thread = threading.Thread(
             target=self._live, name=f"epoch-{install.epoch}", daemon=True
         )
 
     def start(self) -> None:
         self._thread.start()
+
+    def go_on(self, install: Install) -> None:
+        """There is room now; idempotent."""
+        if not self._room.is_set():
+            self._install = install
+            self._room.set()
 
     def put(self, order: Order) -> None:
         """Queue what is done in order; never blocks. Too much of it breaks the epoch."""
@@ -95,6 +107,7 @@ class Tenancy:
         faults.reach(Point.RETIRE)
         self._keep_weights = keep_weights
         self._stop.set()
+        self._room.set()
         self._host.transfers.cut(self.epoch)
         self._host.rendezvous.cancel(self.epoch, "it was retired")
         with contextlib.suppress(queue.Full):  # then the thread does not wait for steps
@@ -146,7 +159,7 @@ class Tenancy:
 
     def _install_stage(self) -> Installed:
         install = self._install
-        installer = Installer(install, self._host, self._stop.is_set)
+        installer = Installer(install, self._host, self._stop.is_set, self._await_room)
         pacer = Pacer(install.pacing, self._stop.wait)  # first, as it may refuse its figures
         samples = route(install.replica, install.slot).samples
         stages = len(install.replica.stages)
@@ -173,6 +186,14 @@ class Tenancy:
             read_bytes=stage.filled.read_bytes,
             move_s=stage.filled.move_s,
         )
+
+    def _await_room(self, timeout_s: float) -> Install:
+        """The install that is to be done, once there is room for it."""
+        if not self._room.is_set():
+            self._host.send(Assembled(worker=self._host.worker, epoch=self.epoch))
+            if not self._room.wait(timeout_s):
+                raise DeadlineExceeded(f"there was no room for the stage within {timeout_s:g} s")
+        return self._install
 
     def _serve(self) -> None:
         pending: collections.deque[Pending | FreeBlocks] = collections.deque()

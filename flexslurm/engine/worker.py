@@ -38,6 +38,7 @@ from flexslurm.errors import (
 )
 from flexslurm.messages import (
     PROTOCOL,
+    Assemble,
     FreeBlocks,
     Install,
     Message,
@@ -180,7 +181,7 @@ class Worker:
                 self._rendezvous.deliver(message)
             case WorkerWelcome():
                 self._welcomed(message)
-            case Install():
+            case Install() | Assemble():
                 self._install(message)
             case PullKv():
                 self._transfers.pull(message)
@@ -223,13 +224,20 @@ class Worker:
             raise StaleEpoch(f"epoch {epoch} is not installed here")
         return found
 
-    def _install(self, install: Install) -> None:
+    def _install(self, order: Install | Assemble) -> None:
+        early = isinstance(order, Assemble)
+        install = order.install if isinstance(order, Assemble) else order
         with self._lock:
-            if install.epoch in self._tenancies:
-                return  # said twice
-            tenancy = self._tenancies[install.epoch] = Tenancy(install, self._host)
-        log.info("epoch %d: installing %s", install.epoch, install.slot)
-        tenancy.start()
+            tenancy = self._tenancies.get(install.epoch)
+            known = tenancy is not None
+            if tenancy is None:
+                tenancy = Tenancy(install, self._host, early=early)
+                self._tenancies[install.epoch] = tenancy
+        if not known:
+            log.info("epoch %d: installing %s", install.epoch, install.slot)
+            tenancy.start()
+        elif not early:
+            tenancy.go_on(install)  # or it is said twice
 
     def _retire(self, epoch: int, *, keep_weights: bool) -> None:
         try:

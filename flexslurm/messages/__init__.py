@@ -79,6 +79,8 @@ from flexslurm.messages.steps import (
     StepFailed,
 )
 from flexslurm.messages.workers import (
+    Assemble,
+    Assembled,
     Install,
     Installed,
     InstallFailed,
@@ -108,6 +110,7 @@ FromWorker = (
     WorkerHello
     | WorkerBeat
     | InstallProgress
+    | Assembled
     | Installed
     | InstallFailed
     | Retired
@@ -124,6 +127,7 @@ ToAgent = Welcome | Refused | StartWorkers | StopWorkers | ProbeDirectory | Rele
 ToWorker = (
     WorkerWelcome
     | Refused
+    | Assemble
     | Install
     | Step
     | FreeBlocks
@@ -145,6 +149,8 @@ __all__ = [
     "AgentHello",
     "AskDone",
     "AskRefused",
+    "Assemble",
+    "Assembled",
     "Chunk",
     "ChunkSampling",
     "CordonAsk",

@@ -35,6 +35,13 @@ class InstallProgress(Message, frozen=True, tag="worker.progress"):
     total_bytes: int = 0
 
 
+class Assembled(Message, frozen=True, tag="worker.assembled"):
+    """The answer to Assemble: groups are up, and the stage lacks nothing but memory."""
+
+    worker: str
+    epoch: int
+
+
 class Installed(Message, frozen=True, tag="worker.installed"):
     """The stage is built, filled and its groups are up; steps of this epoch may come."""
 
@@ -135,6 +142,15 @@ class Install(Message, frozen=True, tag="head.install"):
 
     More than one block and one micro-batch hold are left out.
     """
+
+
+class Assemble(Message, frozen=True, tag="head.assemble"):
+    """Make what needs no memory of the GPU, and wait: the Install follows once there is room.
+
+    Answered by Assembled or InstallFailed.
+    """
+
+    install: Install
 
 
 class Retire(Message, frozen=True, tag="head.retire"):

@@ -41,6 +41,8 @@ from flexslurm.messages import (
     PROTOCOL,
     AgentBeat,
     AgentHello,
+    Assemble,
+    Assembled,
     GpuInfo,
     Install,
     Installed,
@@ -99,6 +101,8 @@ class World:
         self.failing: dict[str, str] = {}
         """Agents whose installs fail, with the reason."""
         self.slow: set[str] = set()
+        self.unready: set[str] = set()
+        """Agents whose workers do not say that they have assembled anything."""
         """Agents whose workers do not answer Install until they are no longer here."""
         self.owed: list[tuple[str, int]] = []
         """Installs that were not answered: worker and epoch."""
@@ -178,7 +182,7 @@ class World:
     def mend(self) -> None:
         """Nothing is mute, slow or hung any more, and what was owed is answered."""
         muted = bool(self.mute)
-        for faults in (self.mute, self.slow, self.hung):
+        for faults in (self.mute, self.slow, self.hung, self.unready):
             faults.clear()
         owed, self.owed = self.owed, []
         for worker, epoch in owed:
@@ -262,6 +266,9 @@ class World:
                     for g in gpus
                     if (w := self.control.members.agents[action.to].workers.get(g))
                 ]
+            case Assemble(install=install) if action.to.split("/")[0] not in self.unready:
+                said = Assembled(worker=action.to, epoch=install.epoch)
+                return [(action.to, said)]
             case Install(epoch=epoch) if action.to.split("/")[0] in self.slow:
                 self.owed.append((action.to, epoch))
             case Install(epoch=epoch):

@@ -255,7 +255,7 @@ def test_a_stage_is_filled_in_turns_where_both_would_not_fit(tiny_model: Path) -
     assert arena.weights_bytes == shards.weights_bytes(whole)
     met: list[str] = []
     handing = LayersInTurn(shards, arena, [1], 1, met.append)
-    new = build_stage(plan(2, half), arena, hand_over=handing)
+    new = build_stage(plan(2, half), arena, hand_over=lambda: handing)
     assert met == [f"layers-{n}" for n in range(6)]
     assert arena.weights.used_by(1) == 0
     assert new.kept_bytes == sum(piece.nbytes for piece in shards.pieces(half))
