@@ -185,11 +185,24 @@ def _head_is_local(plan: LaunchPlan) -> bool:
 
 def preview(plan: LaunchPlan) -> str:
     """Everything a launch would write and submit; does none of it."""
+    from flexslurm.head.pilot_specs import launched
+
     parts = [f"# service directory: {plan.directory.path}"]
+    pilots = [pilot for pilot, _ in plan.pilots]
+    later = len(pilots) - len(launched(pilots, plan.service, plan.cluster))
+    left = left_to_the_head(plan, later, len(pilots))
+    parts += [f"# {left}"] if left else []
     submitter = make_submitter(plan)
     parts += [submitter.preview(spec) for _, spec in plan.pilots]
     parts.append(head_submitter(plan).preview(plan.head))
     return "\n".join(parts)
+
+
+def left_to_the_head(plan: LaunchPlan, later: int, pilots: int) -> str:
+    """In words, what the launch itself does not submit; "" where it submits all."""
+    every_s = 2 * plan.site.slurm.poll_interval
+    words = f"{later} of {pilots} pilots are left to the head: one every {every_s:g} s"
+    return words if later else ""
 
 
 def wait_until_serving(

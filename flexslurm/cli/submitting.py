@@ -19,7 +19,14 @@ import msgspec
 
 from flexslurm.cli.endings import ENDING, endings_raise
 from flexslurm.cli.job_names import UNSENT, head_job, pilot_job, with_ids
-from flexslurm.cli.launch import LaunchPlan, Say, called, head_submitter, make_submitter
+from flexslurm.cli.launch import (
+    LaunchPlan,
+    Say,
+    called,
+    head_submitter,
+    left_to_the_head,
+    make_submitter,
+)
 from flexslurm.config.site import Site
 from flexslurm.errors import (
     DeadlineExceeded,
@@ -37,10 +44,8 @@ if TYPE_CHECKING:
 
 _POLL_S, _MOST_POLL_S = 0.25, 2.0
 """Between looks at a head that is to end, the first and the longest."""
-AT_ONCE = 16
-"""Pilots that a launch submits to Slurm; what more the pool asks for, the head does, in turn."""
 _PAUSE_S = 1.0
-"""Between those, where no head keeps the pool."""
+"""Between submissions beyond those at once, where no head keeps the pool."""
 
 
 def refuse_if_running(directory: ServiceDir, timeout_s: float = 2.0) -> None:
@@ -99,6 +104,8 @@ class _Taken:
 
 def _submit_all(plan: LaunchPlan, taken: _Taken, done: list[Pilot], say: Say) -> Pilots:
     """A name is written down before a job of it is submitted, and its id before signals come."""
+    from flexslurm.head.pilot_specs import AT_ONCE
+
     submitter, before = make_submitter(plan), taken.before
     new: list[str] = []
     done += taken.kept
@@ -127,16 +134,13 @@ def _submit_all(plan: LaunchPlan, taken: _Taken, done: list[Pilot], say: Say) ->
 
 
 def _in_turn(plan: LaunchPlan, missing: list[Pilot], say: Say) -> list[Pilot]:
-    """What this launch submits itself: a great many jobs at once are a burden on Slurm."""
-    from flexslurm.head.pilot_specs import the_first
+    """What this launch submits itself."""
+    from flexslurm.head.pilot_specs import launched
 
-    if plan.cluster != "slurm" or not plan.service.keeping.enabled:
-        return missing
-    now = the_first(missing, AT_ONCE)
-    later = len(missing) - len(now)
-    if later:
-        every_s = 2 * plan.site.slurm.poll_interval
-        say(f"{later} of {len(missing)} pilots are left to the head: one every {every_s:g} s")
+    now = launched(missing, plan.service, plan.cluster)
+    left = left_to_the_head(plan, len(missing) - len(now), len(missing))
+    if left:
+        say(left)
     return now
 
 

@@ -21,6 +21,9 @@ from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
 
 _KEPT = ("PYTHONPATH", "FLEXSLURM_LOG", "FLEXSLURM_WORKER_THREADS", "HF_HUB_OFFLINE")
 
+AT_ONCE = 16
+"""Pilots that are submitted to Slurm at a time: many more would be a burden on it."""
+
 
 def job_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What our processes on the nodes take from the launcher's environment."""
@@ -93,7 +96,13 @@ def first_pilots(service: Service) -> list[Pilot]:
     return made
 
 
-def the_first(pilots: Sequence[Pilot], most: int) -> list[Pilot]:
+def launched(missing: Sequence[Pilot], service: Service, cluster: str) -> list[Pilot]:
+    """Those that a launch submits: where a head keeps the pool on Slurm, it submits the others."""
+    kept = cluster == "slurm" and service.keeping.enabled
+    return the_first(missing) if kept else list(missing)
+
+
+def the_first(pilots: Sequence[Pilot], most: int = AT_ONCE) -> list[Pilot]:
     """At most so many of them, of all entries alike, in the order they came in."""
     turns: dict[int, int] = {}
     ranked = []

@@ -24,6 +24,7 @@ from flexslurm.errors import (
     ServiceUnreachable,
     SlurmUnavailable,
 )
+from flexslurm.head.pilot_specs import AT_ONCE
 from flexslurm.slurm.jobs import JobInfo, unknown
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.slurm.script import HeadSpec, PilotSpec
@@ -277,8 +278,11 @@ def test_a_large_pool_is_no_burst(
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     said: list[str] = []
-    made = submitting.execute(plan_of(tmp_path, 100), said.append)
-    assert len(made.pilots) == submitting.AT_ONCE and len(jobs.alive) == submitting.AT_ONCE + 1
+    monkeypatch.setattr(launching, "make_submitter", lambda _: jobs)
+    plan = plan_of(tmp_path, 100)
+    assert "# 84 of 100 pilots are left to the head: one every 10 s\n" in launching.preview(plan)
+    made = submitting.execute(plan, said.append)
+    assert len(made.pilots) == AT_ONCE and len(jobs.alive) == AT_ONCE + 1
     assert jobs.names[made.head_job or ""] == "chat.head" and pauses == []
     assert "84 of 100 pilots are left to the head: one every 10 s" in said
 
@@ -290,7 +294,7 @@ def test_a_large_pool_that_no_head_keeps_is_submitted_slowly(
     monkeypatch.setattr("time.sleep", lambda seconds: pauses.append((len(jobs.made), seconds)))
     made = submitting.execute(plan_of(tmp_path, 19, "{enabled: false}"), silent)
     assert len(made.pilots) == 19
-    assert pauses == [(submitting.AT_ONCE + n, 1.0) for n in range(3)]
+    assert pauses == [(AT_ONCE + n, 1.0) for n in range(3)]
 
 
 def test_what_an_operator_drained_is_not_submitted_by_the_next_launch(
