@@ -41,7 +41,9 @@ def holds(pid: int) -> Holds:
 
 
 def ports_left(name: str, pid: int, *, grouped: bool) -> list[str]:
-    """More ports on which a worker listens than its part of the gear explains."""
+    """More ports on which a worker listens than its part of the gear explains; pid 0: none is."""
+    if not pid:
+        return []
     try:
         listening = holds(pid).listening
     except psutil.Error as error:

@@ -160,9 +160,10 @@ def test_parking_on_a_full_disk_or_with_broken_blocks_costs_a_recompute(tight: G
     for text in ("transfer.park:1+:full", "transfer.park:2:raise", "cutover.pull:1+:raise"):
         tight.restore(2, WIDE)
         asks, threads = begin(tight)
-        tight.arm(text)
+        tight.arm(text, "step:1+:slow")  # so that the streams are there still
         line = tight.shift_to(NARROW)
-        assert tight.struck(), text
+        assert text in tight.struck(), text
+        tight.disarm()
         finish(threads, 120)  # type: ignore[arg-type]
         check(asks, tight.expected)
         assert line["outcome"] == "committed" and float(line["sequences_recomputed"]) > 0, line

@@ -99,6 +99,7 @@ def test_threads_and_descriptors_beyond_the_bound_are_left() -> None:
 
 
 def test_more_ports_than_the_gear_explains_are_left() -> None:
+    assert ports_left("no worker", 0, grouped=False) == []
     before = len(ports_left("here", os.getpid(), grouped=True))
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(6)]
     try:
