@@ -26,10 +26,10 @@ from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
 from flexslurm.errors import FlexslurmError, ServiceError
 from flexslurm.gear import Signature
+from flexslurm.head.checkpoint_writer import CheckpointWriter
 from flexslurm.head.effects import HeadEffects
 from flexslurm.head.head_files import HeadFiles, read_files
 from flexslurm.head.hook_notices import take_notice
-from flexslurm.head.keeper import CheckpointWriter
 from flexslurm.head.ledger import Ledger, LedgerSettings
 from flexslurm.head.measuring import Measuring
 from flexslurm.head.moves import MovePlanner
@@ -96,7 +96,7 @@ class Head:
         )
         place = self.service.executor.checkpoint_dir
         storage = Storage(Path(place), self.service.name) if place is not None else None
-        self.keeper = CheckpointWriter(storage, self.incarnation, self.service.model.path)
+        self.checkpoints = CheckpointWriter(storage, self.incarnation, self.service.model.path)
         self.effects = HeadEffects(
             self.ledger,
             self.journal,
@@ -151,7 +151,7 @@ class Head:
         self._open_table(or_plan=True)
         self.planner.warm_up()
         gc.freeze()  # what is loaded stays: a collection in a pause need not look at it
-        found = self.keeper.begin()
+        found = self.checkpoints.begin()
         if found is not None:
             self.effects.record(found)
         address = node_address(self.site.network)
@@ -259,7 +259,7 @@ class Head:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.keeper.close()
+        await self.checkpoints.close()
         if self.pool is not None:
             await self.pool.close()
         await self.api.stop()
@@ -319,18 +319,18 @@ class Head:
         self.reporter.take(message)
         if self.nodes.take(sender, message):
             return
-        if self.keeper.take(message) or self.effects.take(sender, message):
+        if self.checkpoints.take(message) or self.effects.take(sender, message):
             return
         self.controller.hear(sender, message)
         if isinstance(message, AgentHello) and sender in self.control.members.agents:
-            ask = self.keeper.ask(sender, self.control.members.agents)
+            ask = self.checkpoints.ask(sender, self.control.members.agents)
             if ask is not None and self.socket is not None:
                 self.socket.send(sender, ask)
 
     def _on_switched(self, switch: SwitchOver) -> None:
         drivers = self.effects.replicas.open
         running = {key: driver.running_kv() for key, driver in drivers.items()}
-        self.keeper.note(switch.epoch, switch.gear, running)
+        self.checkpoints.note(switch.epoch, switch.gear, running)
 
     def _tell_soon(self, event: Event) -> None:
         # from within a driver's call: the controller closes drivers, so it acts in the next turn

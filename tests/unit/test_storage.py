@@ -16,7 +16,7 @@ from flexslurm.control.members import GpuAt
 from flexslurm.engine import faults
 from flexslurm.engine.load import RunningKv
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
-from flexslurm.head.keeper import CheckpointWriter
+from flexslurm.head.checkpoint_writer import CheckpointWriter
 from flexslurm.head.light_checkpoint import take_checkpoint, weights_version
 from flexslurm.head.storage import Storage
 from flexslurm.messages import DirectoryProbed
