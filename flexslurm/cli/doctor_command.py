@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -155,7 +156,7 @@ def _packages(me: dict[str, Any]) -> Iterator[CheckVerdict]:
     from flexslurm.cli.doctor_words import fail, ok
 
     needed = [line for line in metadata.requires("flexslurm") or [] if "extra ==" not in line]
-    names = [line.split(";")[0].split(">")[0].split("=")[0].strip() for line in needed]
+    names = [found[0] for line in needed if (found := re.match(r"[\w.-]+", line))]
     missing = [name for name in names if not _installed(name)]
     if missing:
         mend = f"{sys.executable} -m pip install {' '.join(missing)}"

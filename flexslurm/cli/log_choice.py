@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexslurm.config.schema import nearest_hint
+from flexslurm.config.units import show_bytes
 from flexslurm.errors import ServiceError
 
 _JOB = r"(local-[0-9]+|[0-9]+(?:[_+][0-9]+)?)"
@@ -106,22 +107,10 @@ def _groups(groups: dict[tuple[str, str | None], list[LogFile]], now: float) -> 
     for (part, job), found in groups.items():
         lines.append(part if job is None else f"{part}, job {job}")
         lines += [
-            f"  {size(f.size_bytes):>8}  {age(now - f.written_at):>12}  {f.name}" for f in found
+            f"  {show_bytes(f.size_bytes):>10}  {age(now - f.written_at):>12}  {f.name}"
+            for f in found
         ]
     return lines
-
-
-def size(count: int) -> str:
-    """Bytes with a unit."""
-    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while amount >= 999.5 and len(units) > 1:
-        amount /= 1000
-        units.pop(0)
-    return (
-        f"{amount:.0f} {units[0]}"
-        if units[0] == "B" or amount >= 99.5
-        else f"{amount:.1f} {units[0]}"
-    )
 
 
 def age(seconds: float) -> str:

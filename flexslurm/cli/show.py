@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexslurm.config.units import show_bytes
 from flexslurm.gear import Gear, Replica
 from flexslurm.messages import FragmentStatus, StatusAnswer
 
@@ -87,7 +88,7 @@ def _shift(shift: Mapping[str, float | str]) -> str:
         moved = number("sequences_moved")
         line += (
             f"\n    KV: {moved:.0f} sequence{'s' * (moved != 1)} moved "
-            f"({_size(number('kv_bytes'))} sent), {number('sequences_recomputed'):.0f} recomputed; "
+            f"({show_bytes(number('kv_bytes'))} sent), {number('sequences_recomputed'):.0f} recomputed; "
             f"streams paused for {number('pause_s'):.3f} s"
         )
     if "kept_during" in shift or "kept_after" in shift:  # else there was nothing to compare
@@ -99,13 +100,9 @@ def _shift(shift: Mapping[str, float | str]) -> str:
     moved, kept = number("moved_bytes"), number("kept_bytes")
     read = max(number("weights_bytes") - moved - kept, 0.0)
     return (
-        f"{line}\n    weights: {_size(kept)} in place, {_size(moved)} from other GPUs, "
-        f"{_size(read)} from files, in {number('load_s'):.2f} s"
+        f"{line}\n    weights: {show_bytes(kept)} in place, {show_bytes(moved)} from other "
+        f"GPUs, {show_bytes(read)} from files, in {number('load_s'):.2f} s"
     )
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def _table(fragments: tuple[FragmentStatus, ...]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flexslurm.config.units import show_bytes
 from flexslurm.messages import Installed, InstallFailed, InstallProgress, Message
 
 _EPOCHS = 100
@@ -80,5 +81,5 @@ class Installs:
         if not said:
             return ""
         phase = min(said, key=lambda one: one.done_bytes / max(one.total_bytes, 1)).phase
-        share = f" {10 * (10 * done // total)} % of {total / 1e9:.3g} GB" if total else ""
+        share = f" {10 * (10 * done // total)} % of {show_bytes(total)}" if total else ""
         return f"epoch {said[0].epoch}: {phase}{share}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexslurm.cli.log_choice import LogFile, age, choose, listing, size
+from flexslurm.cli.log_choice import LogFile, age, choose, listing
 from flexslurm.cli.log_files import log_files
 from flexslurm.cli.main import run
 from flexslurm.errors import ServiceError
@@ -93,15 +93,6 @@ def test_the_list_tells_now_from_earlier() -> None:
     stopped = listing(FILES, frozenset(), 60.0)
     assert "none of its jobs is there now" in stopped[0]
     assert listing([], NOW, 0.0) == ["no logs yet"]
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_400, "99.4 kB"), (99_500, "100 kB"),
-     (999_499, "999 kB"), (999_500, "1.0 MB"), (5 * 10**9, "5.0 GB"), (10**16, "10000 TB")],
-)  # fmt: skip
-def test_sizes_have_units(count: int, words: str) -> None:
-    assert size(count) == words
 
 
 def test_ages_are_short_and_never_negative() -> None:

@@ -15,6 +15,7 @@ from flexslurm.config.units import (
     Fraction,
     Quantity,
     Seconds,
+    show_bytes,
 )
 from flexslurm.errors import ConfigError
 
@@ -91,3 +92,12 @@ def test_refuse(key: str, text: str, words: str) -> None:
 )  # fmt: skip
 def test_show(quantity: Quantity, number: float, text: str) -> None:
     assert quantity.show(number) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3 GiB"), (10**9, "953.7 MiB"),
+     (5 << 40, "5 TiB"), (9000 << 40, "9000 TiB")],
+)  # fmt: skip
+def test_bytes_for_people_have_four_figures(nbytes: int, text: str) -> None:
+    assert show_bytes(nbytes) == text

@@ -23,7 +23,7 @@ def test_the_slowest_worker_gives_the_phase_and_all_of_them_the_share() -> None:
     assert installs.detail(["a", "b"]) == ""
     installs.take(progress("a", "probe", 4_000_000_000, 4_000_000_000))
     installs.take(progress("b", "weights", 1_000_000_000, 4_000_000_000))
-    assert installs.detail(["a", "b"]) == "epoch 3: weights 60 % of 8 GB"
+    assert installs.detail(["a", "b"]) == "epoch 3: weights 60 % of 7.451 GiB"
     assert installs.detail(["c"]) == ""
 
 
@@ -74,4 +74,4 @@ def test_the_history_shows_where_weights_came_from() -> None:
             tokens_total=0, shifts=(shift,),
         )
     )  # fmt: skip
-    assert "1.50 GB in place, 1.00 GB from other GPUs, 0.50 GB from files, in 1.25 s" in text
+    assert "1.397 GiB in place, 953.7 MiB from other GPUs, 476.8 MiB from files, in 1.25 s" in text

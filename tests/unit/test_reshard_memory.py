@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.config.units import show_bytes
 from flexslurm.engine import footprint
 from flexslurm.engine.memory_plan import MemoryVerdict, memory_plan
 from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
@@ -291,12 +290,3 @@ def test_where_the_room_shrinks_the_newest_are_named() -> None:
     plan = plan_shift(shards, facts(new=small, live=sequences))
     assert plan.routes.evicted == ("s3", "s2")
     assert sorted(plan.routes.to) == ["s0", "s1"]
-
-
-def test_sizes_are_written_for_people() -> None:
-    assert [show_bytes(n) for n in (0, 1536, 3 << 30, 5 << 40)] == [
-        "0 B",
-        "1.5 KiB",
-        "3 GiB",
-        "5 TiB",
-    ]
