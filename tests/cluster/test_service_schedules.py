@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flexslurm.errors import FlexslurmError
@@ -20,6 +21,7 @@ from tests.shift_ground import Ground, ground, layout, leave_after
 pytestmark = [pytest.mark.shared_service]
 LONG = 90
 ASKS = 6
+MOST_FAILURES = 3
 PHASES = ("shift.prepare", "shift.install", "shift.transfer", "shift.cutover", "shift.commit",
           "shift.close")  # fmt: skip
 ANYWHERE = (
@@ -176,15 +178,23 @@ class Schedule:
 
 
 def run_schedules(course: Course, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them: one that fails does not keep the others from being run."""
+    failures: list[Exception] = []
     for seed in seeds:
-        schedule, began = Schedule(course, seed), time.monotonic()
+        schedule, began, outcome = Schedule(course, seed), time.monotonic(), "passed"
         try:
             schedule.run()
-        except Exception as error:
+        except (AssertionError, FlexslurmError, OSError, psutil.Error) as error:
             error.add_note("; ".join(schedule.told))
-            raise
+            failures.append(error)
+            outcome = f"FAILED: {error!r}"[:2000]
         with capsys.disabled():
-            print(f"\n{time.monotonic() - began:.1f} s: {'; '.join(schedule.told)}", flush=True)
+            told = "; ".join(schedule.told)
+            print(f"\n{time.monotonic() - began:.1f} s: {told}: {outcome}", flush=True)
+        if len(failures) >= MOST_FAILURES:
+            break
+    if failures:
+        raise ExceptionGroup("schedules", failures)
 
 
 Capture = pytest.CaptureFixture[str]
