@@ -43,7 +43,7 @@ fates = st.sampled_from(
 )  # fmt: skip
 happenings = st.sampled_from(
     ["start"] * 4 + ["join"] * 3 + ["end", "requeue", "hold", "orphan", "purge", "nothing",
-                     "grow", "shrink", "drain", "long time", "head restarts"]
+                     "grow", "shrink", "drain", "bring back", "long time", "head restarts"]
 )  # fmt: skip
 steps = st.lists(st.tuples(fates, happenings, st.integers(0, 99)), max_size=60)
 entries = st.lists(
@@ -65,7 +65,7 @@ class Walk:
             for number, (least, more, most, handover) in enumerate(sizes)
         ]  # fmt: skip
         self.keeper = PoolKeeper(self.entries, SETTINGS, (), self.queue.now)
-        self.written, self.wanted = self.keeper.pilots(), tuple(self.keeper.wanted)
+        self.note()
         self.here: set[str] = set()
         self.calls = 0
         self.pairs: dict[str, str] = {}
@@ -74,7 +74,7 @@ class Walk:
     def call(self, fate: str) -> None:
         keeper, queue = self.keeper, self.queue
         call = keeper.next_call(queue.now)
-        self.written, self.wanted = keeper.pilots(), tuple(keeper.wanted)
+        self.note()
         if call is None:
             return
         self.calls += 1
@@ -92,7 +92,7 @@ class Walk:
         if fate.startswith("head dies"):
             self.restart()
         else:
-            self.written, self.wanted = keeper.pilots(), tuple(keeper.wanted)
+            self.note()
 
     def submit(self, call: Submit, fate: str) -> None:
         keeper, queue, name = self.keeper, self.queue, call.pilot.fragment
@@ -108,8 +108,17 @@ class Walk:
         elif fate.startswith("refused"):
             keeper.refused(queue.now, name, REFUSALS[fate.endswith("now")])
 
+    def note(self) -> None:
+        """What is on disk."""
+        keeper = self.keeper
+        self.written, self.wanted = keeper.pilots(), tuple(keeper.wanted)
+        self.drained = dict(keeper.away)
+
     def restart(self) -> None:
-        self.keeper = PoolKeeper(self.entries, SETTINGS, self.written, self.queue.now, self.wanted)
+        now = self.queue.now
+        self.keeper = PoolKeeper(
+            self.entries, SETTINGS, self.written, now, self.wanted, self.drained
+        )
 
     def happen(self, what: str, number: int) -> None:
         alive, queue, keeper = self.queue.alive(), self.queue, self.keeper
@@ -125,6 +134,8 @@ class Walk:
                 resize(keeper, 1 if what == "grow" else -1, "the test")
             case "drain" if keeper.kept:
                 keeper.drained_by_hand(sorted(keeper.kept)[number % len(keeper.kept)])
+            case "bring back" if keeper.away:
+                assert keeper.bring_back(sorted(keeper.away)[number % len(keeper.away)])
         if job is None:
             return
         running = job.info.state is JobState.RUNNING
@@ -158,7 +169,7 @@ class Walk:
             kept = keeper.kept.get(word.fragment) if isinstance(word, Drain) else None
             if kept is not None and queue.told(kept.pilot.job_id).state.active:
                 queue.end(kept.pilot.job_id, JobState.COMPLETED, 0)
-        self.written, self.wanted = keeper.pilots(), tuple(keeper.wanted)
+        self.note()
 
     def check(self) -> None:
         """Jobs there are, whoever knows of them: a pilot and its successor count as one."""
@@ -171,6 +182,7 @@ class Walk:
             assert len(mine) <= 2 * entry.most
             assert self.keeper.count(number) <= entry.most
             assert self.keeper.wanted[number] <= entry.most
+        assert not self.keeper.away.keys() & self.keeper.kept.keys(), "away, and here"
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
