@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexslurm.config.site import MeasuredSettings, Site
-from flexslurm.errors import ConfigError, SlurmError
+from flexslurm.errors import ConfigError, EnvironmentFault, SlurmError
 
 if TYPE_CHECKING:
     from flexslurm.planner.model_spec import ModelSpec
@@ -102,6 +102,6 @@ def leaf_switches(site: Site, cluster: str, say: Say) -> dict[str, str]:
         return {}
     try:
         return read_leaves(SlurmClient(site.slurm).topology(), expand, "scontrol show topology")
-    except (ConfigError, SlurmError) as error:  # gears serve without it
+    except (ConfigError, EnvironmentFault, SlurmError) as error:  # gears serve without it
         say(f"leaf switches are not known: {error.message}")
         return {}

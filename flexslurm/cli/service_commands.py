@@ -100,7 +100,7 @@ def launch(
     from flexslurm.cli import submitting
     from flexslurm.cli.show import picture
     from flexslurm.cli.site_figures import check_figures
-    from flexslurm.cli.slurm_notes import surprises, warnings_of
+    from flexslurm.cli.slurm_notes import require_slurm, surprises, warnings_of
     from flexslurm.config.check import check_slurm_conf, load_pair
     from flexslurm.wire.service_dir import ServiceDir
 
@@ -111,6 +111,8 @@ def launch(
         check_slurm_conf(pair.site)
     check_figures(pair.service, pair.site)
     service, site = pair.service.value, pair.site.value
+    if cluster == "slurm" and not dry_run:
+        require_slurm(site)
     for note in (*pair.notes, *(surprises(site) if cluster == "slurm" else ())):
         click.echo(f"note: {note}")
     shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
@@ -119,6 +121,8 @@ def launch(
         if service_dir
         else launching.service_directory(service.name, shared=shared)
     )
+    if not dry_run:
+        submitting.refuse_if_running(directory)
     here = (head_place or service.head.place) == "here"
     plan = launching.plan_launch(service, site, directory, cluster, here, _say)
     click.echo(picture(plan.gear))
@@ -130,7 +134,6 @@ def launch(
         click.echo(launching.preview(plan))
         click.echo("# dry run: nothing was submitted")
         return
-    submitting.refuse_if_running(directory)
     made = _execute(plan, site_file)
     where = f" {launching.called(plan)}"
     if no_wait:
@@ -215,6 +218,14 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
         time.sleep(1.0)
 
 
+def _is_launched(service: str) -> bool:
+    """Whether it was launched, or nothing else can be meant."""
+    from flexslurm.cli.launch import service_directory
+
+    directory = service_directory(service)
+    return directory.service.exists() or not any(directory.path.parent.glob("*/service.yaml"))
+
+
 @click.command()
 @shared.SERVICE
 @click.argument("part", required=False)
@@ -234,8 +245,8 @@ def logs(
     from flexslurm.cli.log_choice import choose, listing
     from flexslurm.cli.log_files import follow_files, log_files, tail_files
 
-    if service_dir is not None and part is None:
-        service, part = None, service  # the directory names the service already
+    if part is None and service is not None and (service_dir or not _is_launched(service)):
+        service, part = None, service  # there is one service, and the only word is the part
     directory = find_service(service, service_dir)
     files, jobs = log_files(directory.logs), directory.jobs_now()
     if part is None:

@@ -1,4 +1,4 @@
-"""What a launch should say of the cluster before anything is submitted; never refuses one."""
+"""What a launch asks of Slurm, and says of it, before anything is submitted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ def warnings_of(pool: Sequence[Fragment], site: Site) -> list[str]:
     return [site_window(name, site).in_words() for name in used]
 
 
+def require_slurm(site: Site) -> None:
+    """Whether Slurm answers at all: without it nothing need be planned, written or cancelled.
+
+    Raises SlurmError, SlurmUnavailable, or EnvironmentFault where its commands are missing.
+    """
+    SlurmClient(site.slurm).config()
+
+
 def surprises(site: Site) -> list[str]:
     """Where the site file promises more than Slurm does; nothing where Slurm does not answer.
 
-    Two calls of scontrol, each within `slurm.command_timeout`. Whether Slurm is there at all is
-    for the submission to find out.
+    Two calls of scontrol, each within `slurm.command_timeout`.
     """
     client = SlurmClient(site.slurm)
     try:

@@ -39,6 +39,10 @@ def stop_service(
     Whatever is damaged in the directory, the jobs that can be found are cancelled. That no head
     answers is not said where the caller knows it (`head_over`).
     """
+    if directory.stopped():
+        if not head_over:
+            say(f"the service in {directory.path} has been stopped already")
+        return
     try:
         ask(directory, StopAsk(drain_s=drain_s), drain_s + min(timeout_s, _ANSWER_S))
         say("the head has ended")

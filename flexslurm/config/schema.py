@@ -289,6 +289,7 @@ _WANTED = {
     "bool_parsing": "true or false is expected",
     "bool_type": "true or false is expected",
     "string_type": "text is expected",
+    "string_pattern_mismatch": "text of another form is expected",
     "list_type": "a list is expected",
     "model_type": "a mapping of keys to values is expected",
     "dict_type": "a mapping of keys to values is expected",
@@ -310,6 +311,10 @@ def _words(kind: type[Section], details: Any) -> tuple[str, str | None]:
     hint = None
     if what == "literal_error":
         hint = nearest_hint(str(given), [word.strip("'") for word in _expected(details)])
+    elif what == "string_pattern_mismatch":
+        section = _section_at(kind, loc[:-1])
+        field = None if section is None else section.model_fields.get(str(loc[-1]))
+        hint = None if field is None else field.description
     elif what == "string_type" and isinstance(given, (bool, int, float)):
         hint = "put the value in quotes"
     return f"{_WANTED.get(what, message)}, not {_shown(given)}", hint
@@ -345,6 +350,11 @@ def nearest_hint(word: str, legal: Sequence[str]) -> str | None:
 
 def legal_keys(kind: type[BaseModel], loc: Loc) -> list[str]:
     """The keys a section at `loc` below `kind` may have."""
+    section = _section_at(kind, loc)
+    return [] if section is None else list(section.model_fields)
+
+
+def _section_at(kind: type[BaseModel], loc: Loc) -> type[BaseModel] | None:
     current: type[BaseModel] | None = kind
     container = False
     for part in loc:
@@ -353,10 +363,10 @@ def legal_keys(kind: type[BaseModel], loc: Loc) -> list[str]:
             continue
         field = current.model_fields.get(str(part)) if current is not None else None
         if field is None:
-            return []
+            return None
         current = section_in(field.annotation)
         container = get_origin(field.annotation) in (dict, list)
-    return list(current.model_fields) if current is not None and not container else []
+    return None if container else current
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:

@@ -232,7 +232,8 @@ class Service(Section):
     """One model served under one name."""
 
     name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9-]{0,30}$", description="Lower-case letters, digits and dashes."
+        pattern=r"^[a-z0-9][a-z0-9-]{0,30}$",
+        description="Lower-case letters, digits and dashes, at most 31.",
     )
     model: ModelSettings
     pool: list[Fragment] = Field(min_length=1)

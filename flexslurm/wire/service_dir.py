@@ -245,7 +245,7 @@ def _try_lock(file: IO[str]) -> bool:
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ServiceError(f"cannot read {path}: {error.strerror}") from error

@@ -69,3 +69,38 @@ def test_a_dry_run_says_both(
     out = capsys.readouterr().out
     assert "note: partition 'low': Slurm gives 20 s of warning, the site file says 60 s" in out
     assert "partition low: 60 s from warning to end" in out
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "code", "words"),
+    [
+        (None, 8, "scontrol' is not on this machine"),
+        ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", 6,
+         "scontrol finds no configuration of Slurm"),
+        ("echo 'slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)' "
+         ">&2; exit 1", 6, "Slurm does not answer"),
+        ("exec sleep 60", 6, "did not answer within 1 s"),
+    ],
+)  # fmt: skip
+def test_without_slurm_a_launch_says_one_thing_and_makes_nothing(
+    scontrol: str | None, code: int, words: str, tmp_path: Path, tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    text = site_text(tmp_path, "20s").replace("slurm: {", "slurm: {command_timeout: 1s, ")
+    if scontrol is None:
+        (tmp_path / "scontrol").unlink()
+    else:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
+    (tmp_path / "site.yaml").write_text(text)
+    (tmp_path / "chat.yaml").write_text(
+        f"name: chat\nmodel: {{path: {tiny_model}, dtype: float32}}\n"
+        "pool: [{partition: low, gpu_type: a, gpus: 1}]\n"
+    )
+    launch = ["launch", str(tmp_path / "chat.yaml"), "--site", str(tmp_path / "site.yaml")]
+    launch += ["--service-dir", str(tmp_path / "s")]
+    assert run(launch) == code
+    told = capsys.readouterr()
+    assert words in told.err and told.err.count("flexslurm: error:") == 1
+    assert told.out == "" and not (tmp_path / "s").exists()
+    assert run([*launch, "--dry-run"]) == 0  # which needs no Slurm, and says what is not known
+    assert "leaf switches are not known" in capsys.readouterr().out

@@ -59,6 +59,37 @@ def test_the_status_of_a_stopped_one_says_so(
     assert f"rm -r {directory.path}" in told
 
 
+def test_stopping_it_twice_is_no_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = launched(root, "old", running=False)
+    for _ in range(2):
+        assert run(["stop"]) == 0
+        told = capsys.readouterr().out
+        assert told.endswith(f" the service in {directory.path} has been stopped already\n")
+
+
+def test_the_only_word_of_logs_is_the_part_where_it_names_no_service(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = launched(root, "chat", running=True)
+    (directory.logs / "head").mkdir()
+    (directory.logs / "head/chat.head.7.batch.log").write_text("the head's line\n")
+    assert run(["logs", "head"]) == 0
+    assert capsys.readouterr().out == "the head's line\n"
+    assert run(["logs", "chat"]) == 0
+    assert "chat.head.7.batch.log" in capsys.readouterr().out
+    assert run(["logs", "hed"]) == 7
+    assert "did you mean 'head'?" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_the_directory_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "chat").write_text("")
+    for words in (["status", "chat"], ["stop", "chat"], ["logs", "chat"]):
+        assert run(words) == 7
+        assert f"there is no service in {root}/chat" in capsys.readouterr().err
+
+
 def test_a_pending_or_damaged_one_has_not_been_stopped(root: Path) -> None:
     directory = launched(root, "chat", running=True)
     directory.forget_head()

@@ -157,6 +157,13 @@ def test_names_can_stand_in_paths_and_job_names(where: str, name: str) -> None:
     assert "is no name" in error.message
 
 
+@pytest.mark.parametrize("name", ["../x", "..", "a b", "A", "é", "x" * 32, "-a"])
+def test_a_service_is_told_what_it_may_be_called(name: str) -> None:
+    error = refused(f"name: {name}\nmodel: {{path: /m}}\npool: [{{gpu_type: a, gpus: 1}}]\n")
+    assert f"text of another form is expected, not '{name}'" in error.message
+    assert error.hint == "Lower-case letters, digits and dashes, at most 31."
+
+
 @pytest.mark.parametrize("env", ['{"A=B": x}', '{"": x}', "{A B: x}", "{1A: x}", '{A: "x\\0y"}'])
 def test_variables_are_what_a_process_can_have(env: str) -> None:
     for key in (f"env: {env}", f"network: {{nccl_env: {env}}}"):
