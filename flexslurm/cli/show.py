@@ -89,7 +89,8 @@ def _shift(shift: Mapping[str, float | str]) -> str:
         line += (
             f"\n    KV: {moved:.0f} sequence{'s' * (moved != 1)} moved "
             f"({show_bytes(number('kv_bytes'))} sent), "
-            f"{number('sequences_recomputed'):.0f} recomputed; streams paused for {number('pause_s'):.3f} s"
+            f"{number('sequences_recomputed'):.0f} recomputed; "
+            f"streams paused for {number('pause_s'):.3f} s"
         )
     if "kept_during" in shift or "kept_after" in shift:  # else there was nothing to compare
         during = f"{number('kept_during'):.0%}" if "kept_during" in shift else "-"
