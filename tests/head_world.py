@@ -10,12 +10,12 @@ from typing import Any
 
 from fake_replica import undisturbed
 
+from flexslurm.control.choices import PolicySettings, ShiftPrice
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import ControlSettings, Event, ShiftWanted, Tick
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.control.phases import InstallSettings
-from flexslurm.control.policy import PolicySettings, ShiftPrice
 from flexslurm.control.state import Control
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage
@@ -75,6 +75,9 @@ class Gears:
 
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         return {}
+
+    def within_targets(self, gear: Gear, speed: float) -> float:
+        return speed * gear.estimates.tokens_per_s
 
     def price(self, ask: object) -> ShiftPrice:
         return ShiftPrice()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flexslurm.control.choices import PolicySettings
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings, ShiftOrder
-from flexslurm.control.policy import PolicySettings
 from flexslurm.control.trends import Sample
 from flexslurm.control.watch import WatchSettings
 from flexslurm.gear import Gear

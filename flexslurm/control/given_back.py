@@ -7,7 +7,8 @@ what is measured, as any other.
 
 from __future__ import annotations
 
-from flexslurm.control.policy import Decision, Observation, PolicySettings, decide, same_layout
+from flexslurm.control.choices import Decision, Observation, PolicySettings
+from flexslurm.control.policy import decide, same_layout
 from flexslurm.gear import Gear
 
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from flexslurm.control.actions import Action, Record, Say
+from flexslurm.control.choices import Decision
 from flexslurm.control.events import DecisionReport, ShiftReport
-from flexslurm.control.policy import Decision
 from flexslurm.control.shift import Shift
 
 _MOST = 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from flexslurm.control.actions import Action, Record
-from flexslurm.control.horizon import LossHistory
+from flexslurm.control.losses import LossHistory
 from flexslurm.control.members import AgentRecord
 
 WALLTIME_MARGIN_S = 300.0

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flexslurm.control.actions import PlanShift
-from flexslurm.control.horizon import MemberRisk, Outlook, outlook_of
+from flexslurm.control.choices import HORIZON_S, Observation, Option, ShiftPrice
+from flexslurm.control.horizon import Outlook
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.lives import Lives
 from flexslurm.control.members import AgentRecord, GpuAt, Members, signature_of
-from flexslurm.control.policy import Observation, Option, ShiftPrice
+from flexslurm.control.prospect import outlook_of
 from flexslurm.control.trends import corrected
 from flexslurm.control.watch import Watch
 from flexslurm.gear import Gear, NoGear, Signature, Slot
 from flexslurm.messages import Pacing
 
-_TOGETHER_S = 60.0
-"""Pilots whose known ends are so close end together."""
-_SOON_S = 3600.0
+_SOON_S = HORIZON_S
 """Ends that are further off are no reason to look for a gear without."""
 
 
@@ -40,6 +39,10 @@ class GearSource(Protocol):
 
     def price(self, ask: PlanShift) -> ShiftPrice:
         """What getting into a gear would cost now."""
+        ...
+
+    def within_targets(self, gear: Gear, speed: float) -> float:
+        """Tokens per second that come within the service's targets; `speed`: over estimated."""
         ...
 
     def parking_s(self, current: InstalledGear) -> float | None:
@@ -71,6 +74,8 @@ def observe(
     """`first`: no gear has served yet."""
     members, planner, watch = known.members, known.planner, known.watch
     best = planner.choose(signature_of(members.usable()))
+    outlook = _outlook(now, known, current, HORIZON_S) if current is not None else Outlook()
+    horizon_s = max(outlook.known_end_s or 0.0, HORIZON_S)
     options = []
     for gear in _reachable(now, best, known):
         ask = known.preview(now, gear)
@@ -78,7 +83,15 @@ def observe(
             price = ShiftPrice()
             if current is not None:
                 price = _corrected(planner.price(ask), current.gear, watch.corrections)
-            options.append(Option(gear, price, _outlook(now, known, ask.new)))
+            options.append(Option(gear, price, _outlook(now, known, ask.new, horizon_s)))
+    now_and_then = [option.gear for option in options] + [
+        gear
+        for one in (outlook, *(option.outlook for option in options))
+        for gear in one.after.values()
+        if gear is not None
+    ]
+    if current is not None:
+        now_and_then.append(current.gear)
     return Observation(
         current=current.gear if current is not None else None,
         lost=tuple(f"replica {n}" for n in current.lost) if current is not None else (),
@@ -87,11 +100,28 @@ def observe(
         best_with_leaving=planner.choose(signature_of(members.usable(leaving=True))),
         since_shift_s=None if last_shift_at is None else now - last_shift_at,
         options=tuple(options),
-        outlook=_outlook(now, known, current) if current is not None else Outlook(),
+        outlook=outlook,
         windows=watch.windows(now),
         corrections=watch.corrections,
+        within=_within(now_and_then, known),
+        attained=watch.attained,
         first=first,
     )
+
+
+def _outlook(now: float, known: Known, gear: InstalledGear, horizon_s: float) -> Outlook:
+    return outlook_of(now, known.members, known.planner, known.watch, gear, horizon_s)
+
+
+def _within(gears: Iterable[Gear], known: Known) -> dict[str, float]:
+    """What each can give within the targets, as fast as it was measured to be."""
+    if not known.watch.targets:
+        return {}
+    factors = known.watch.corrections
+    return {
+        gear.name: known.planner.within_targets(gear, corrected(1.0, gear.name, factors))
+        for gear in {gear.name: gear for gear in gears}.values()
+    }
 
 
 def _reachable(now: float, best: Gear | NoGear, known: Known) -> list[Gear]:
@@ -130,53 +160,3 @@ def leaving_members(members: Members, current: InstalledGear | None) -> tuple[st
         return ()
     kept = {agent.id for agent in members.usable()}
     return tuple(sorted(members.agents[a].name for a in current.agents - kept))
-
-
-def _outlook(now: float, known: Known, gear: InstalledGear) -> Outlook:
-    """When the gear's pilots end, as far as it is known, how likely they go before, and what then.
-
-    A known end comes by notice or by walltime. After the first loss the best gear of the other
-    pilots serves.
-    """
-    agents, lives = known.members.agents, known.watch.lives
-    pilots: dict[str, list[AgentRecord]] = {}
-    for agent in sorted(gear.agents):
-        pilots.setdefault(agents[agent].hello.fragment, []).append(agents[agent])
-    risks = {
-        name: MemberRisk(_ends_in(now, nodes), lives.hazard_per_s(nodes[0]))
-        for name, nodes in pilots.items()
-    }
-    outlook = outlook_of(risks.values())
-    if outlook.known_end_s is None and not outlook.hazard_per_s:
-        return outlook
-    after = _after_loss(now, known, risks)
-    if after is None:
-        return outlook
-    rate = corrected(after.estimates.tokens_per_s, after.name, known.watch.corrections)
-    # replicas without the lost pilot serve on meanwhile
-    recovery_s = known.watch.recovery_s(after) / len(gear.gear.replicas)
-    return outlook_of(risks.values(), rate, recovery_s)
-
-
-def _ends_in(now: float, nodes: Sequence[AgentRecord]) -> float | None:
-    ends = [node.ends_at for node in nodes if node.ends_at is not None]
-    return max(min(ends) - now, 0.0) if ends else None
-
-
-def _after_loss(now: float, known: Known, risks: Mapping[str, MemberRisk]) -> Gear | None:
-    """The gear without the pilot that goes first, or most likely, and those that end with it."""
-    never = float("inf")
-
-    def ends(risk: MemberRisk) -> float:
-        return never if risk.ends_in_s is None else risk.ends_in_s
-
-    first = min(risks, key=lambda name: (ends(risks[name]), -risks[name].hazard_per_s))
-    last_s = ends(risks[first]) + _TOGETHER_S
-    rest = [
-        agent
-        for agent in known.members.usable()
-        if agent.hello.fragment != first
-        and (agent.ends_at is None or agent.ends_at - now > last_s or last_s == never)
-    ]
-    after = known.planner.choose(signature_of(rest)) if rest else None
-    return after if isinstance(after, Gear) else None

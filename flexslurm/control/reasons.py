@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexslurm.control.horizon import Outlook
-from flexslurm.control.trends import Window
+from flexslurm.control.trends import Targets, Window
 
 _NAMED = 3
 
@@ -22,6 +22,27 @@ def evicted(sequences: Sequence[str]) -> str:
     some = ", ".join(sequences[:_NAMED]) + (", …" if count > _NAMED else "")
     one = "sequence does" if count == 1 else "sequences do"
     return f"; {count} {one} not fit in it and will be recomputed ({some})"
+
+
+def rate(useful: float, every: float) -> str:
+    """Tokens per second, and what part of them is of use."""
+    if round(useful) >= round(every):
+        return f"{useful:.0f} tokens/s"
+    return f"{useful:.0f} of {every:.0f} tokens/s within the targets"
+
+
+def about(words: str) -> str:
+    """Why a gear is looked at; begins with a space, or is empty."""
+    return f" ({words})" if words else ""
+
+
+def ends(ends_s: Sequence[float], horizon_s: float) -> str:
+    """When pilots of a gear end before the horizon; begins with a comma, or is empty."""
+    found = [duration(end) for end in ends_s if end < horizon_s]
+    if not found:
+        return ""
+    some = ", ".join(found[:_NAMED]) + (", …" if len(found) > _NAMED else "")
+    return f", pilots of it ending in {some}"
 
 
 def redone(sequences: int, lost_tokens: float) -> str:
@@ -42,7 +63,7 @@ def risk(outlook: Outlook, weight: float) -> str:
     return words
 
 
-def measured(windows: Sequence[Window], window_s: float, estimate: float) -> str:
+def measured(windows: Sequence[Window], window_s: float, estimate: float, targets: Targets) -> str:
     """What the last window showed of the gear that serves; begins with a semicolon, or is empty.
 
     `estimate`: of that gear, in tokens per second.
@@ -56,6 +77,9 @@ def measured(windows: Sequence[Window], window_s: float, estimate: float) -> str
     )
     if last.saturated and estimate > 0:
         words += f", saturated, {last.tokens_per_s / estimate:.2f} times the estimate"
+    share = targets.share(last) if targets else None
+    if share is not None:
+        words += f", {share:.0%} within the targets"
     for name, spread in (("TTFT", last.ttft), ("TPOT", last.tpot)):
         if spread.p95_s is not None:
             words += f", {name} P95 {spread.p95_s:.2g} s"

@@ -45,6 +45,14 @@ class Spread:
         """None where nothing was counted."""
         return self.total_s / self.count if self.counts else None
 
+    def within(self, limit_s: float) -> float:
+        """Share of the durations that are at most so long; 1 where nothing was counted.
+
+        A class counts by its middle.
+        """
+        met = sum(n for number, n in self.counts.items() if 1.1 ** (number + 0.5) <= limit_s)
+        return met / self.count if self.counts else 1.0
+
     @property
     def p95_s(self) -> float | None:
         """What 95 % of the durations do not exceed; the upper end of its class."""

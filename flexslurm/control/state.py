@@ -24,6 +24,7 @@ from flexslurm.control.actions import (
 )
 from flexslurm.control.aftermath import Aftermath
 from flexslurm.control.agenda import Agenda
+from flexslurm.control.choices import Decision
 from flexslurm.control.events import (
     ControlSettings,
     CutOver,
@@ -49,7 +50,7 @@ from flexslurm.control.members import AgentRecord, AgentState, Members, WorkerRe
 from flexslurm.control.moved import hear_of_moves
 from flexslurm.control.observing import GearSource, Known, observe
 from flexslurm.control.phases import Phase
-from flexslurm.control.policy import Decision, decide
+from flexslurm.control.policy import decide
 from flexslurm.control.preview import kept_replicas, place_gear, preview_shift
 from flexslurm.control.roll import (
     AgentGone,

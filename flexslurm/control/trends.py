@@ -17,6 +17,8 @@ HEADROOM = 0.7
 """A gear carries a load when the load's average is at most this share of what the gear can do."""
 BUSY = 0.9
 """Replicas that compute this share of the time have no time left."""
+ENOUGH = 8
+"""Sequences from which the share within the targets is read off; with fewer, it is estimated."""
 FULL = 0.5
 """Replicas with this share of their places taken do about what they can: estimates are of that."""
 
@@ -104,6 +106,31 @@ class Window:
         if self.saturated:
             return None
         return max(self.tokens_per_s / HEADROOM, self.p95_tokens_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The latencies aimed at; None: any will do. False where there are none."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def share(self, window: Window) -> float | None:
+        """Of what a window saw, how much met both targets; None where it saw too little.
+
+        The two are measured apart: those that miss one are taken to be those that miss the other.
+        """
+        if min(window.ttft.count, window.tpot.count) < ENOUGH:
+            return None
+        tpot = 1.0 if self.tpot_s is None else window.tpot.within(self.tpot_s)
+        return min(self.first_share(window), tpot)
+
+    def first_share(self, window: Window) -> float:
+        """Of the first tokens that a window saw, how many met their target."""
+        return 1.0 if self.ttft_s is None else window.ttft.within(self.ttft_s)
 
 
 class Trends:
@@ -194,7 +221,10 @@ class Corrections:
         """Take a window in which `gear` served alone; says nothing unless it was saturated."""
         if estimate <= 0 or not window.saturated or window.tokens_per_s <= 0:
             return
-        found = window.tokens_per_s / estimate
+        self.learn(gear, window.tokens_per_s / estimate)
+
+    def learn(self, gear: str, found: float) -> None:
+        """Come nearer to what was found of `gear`."""
         before = self._factors.get(gear, found)
         self._factors[gear] = before + self._weight * (found - before)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.control.lives import Lives
-from flexslurm.control.trends import Corrections, Sample, Trends, Window
+from flexslurm.control.trends import Corrections, Sample, Targets, Trends, Window
 from flexslurm.gear import Gear
 
 _RECOVERY_WEIGHT = 0.5
@@ -25,6 +25,7 @@ class WatchSettings:
     window_s: float = 300.0
     kind_of: Callable[[str], str] = lambda fragment: ""
     """What a pilot shares its risks with, by its name; "" where that is not known."""
+    targets: Targets = field(default_factory=Targets)
 
 
 class Watch:
@@ -33,7 +34,8 @@ class Watch:
     def __init__(self, settings: WatchSettings) -> None:
         self._window_s = settings.window_s
         self._trends = Trends(settings.interval_s, settings.window_s)
-        self._corrections = Corrections()
+        self._corrections, self._attained = Corrections(), Corrections()
+        self.targets = settings.targets
         self._keys: frozenset[ReplicaKey] = frozenset()
         self._window_at = 0.0
         """When the last window ended that was looked at."""
@@ -53,6 +55,7 @@ class Watch:
         """
         self.measuring, self.last = True, sample
         self._corrections.fade(self._interval_s)
+        self._attained.fade(self._interval_s)
         keys = current.keys if current is not None else frozenset()
         if keys != self._keys:
             self._keys, self._window_at = keys, now
@@ -73,6 +76,9 @@ class Watch:
 
     def _measured(self, gear: Gear, window: Window) -> None:
         self._corrections.measured(gear.name, gear.estimates.tokens_per_s, window)
+        share = self.targets.share(window) if self.targets else None
+        if share is not None:
+            self._attained.learn(gear.name, share)
         self._gears[gear.name] = gear
         self._gears.move_to_end(gear.name)
         if len(self._gears) > _MOST_GEARS:
@@ -90,6 +96,11 @@ class Watch:
     def corrections(self) -> Mapping[str, float]:
         """Measured over estimated tokens per second, by gear."""
         return self._corrections.factors
+
+    @property
+    def attained(self) -> Mapping[str, float]:
+        """Share within the targets that gears had under load, by gear; fades towards all."""
+        return self._attained.factors
 
     def broken(self, now: float) -> None:
         """A replica is lost that nobody gave notice of."""

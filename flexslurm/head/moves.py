@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from flexslurm.control.actions import PlanShift, SwitchOver
+from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.events import (
     MoveFigures,
     ShiftEvent,
@@ -18,7 +19,6 @@ from flexslurm.control.events import (
     Switched,
 )
 from flexslurm.control.installed import InstalledGear, ReplicaKey
-from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.load import RunningKv
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.routing import LiveKv

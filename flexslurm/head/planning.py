@@ -12,9 +12,9 @@ import msgspec
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.actions import PlanShift
+from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
-from flexslurm.control.policy import ShiftPrice
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
 from flexslurm.engine.placing import place_gear
@@ -34,6 +34,7 @@ from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.recompute import RecomputeCost, gear_recompute_cost
 from flexslurm.planner.table import GearTable
+from flexslurm.planner.targets import gear_within_targets
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
@@ -167,6 +168,13 @@ class ServicePlanner:
     def recompute(self, gear: Gear) -> RecomputeCost:
         """What computing KV anew costs in a gear, in the mean over its replicas."""
         return gear_recompute_cost(self._problem, gear)
+
+    def within_targets(self, gear: Gear, speed: float) -> float:
+        """Tokens per second that come within the targets; `speed`: measured over estimated."""
+        slo = self.goal.slo
+        if slo.ttft_s is None and slo.tpot_s is None:
+            return gear.estimates.tokens_per_s * speed
+        return gear_within_targets(self._problem, gear, speed)
 
     def price(self, ask: PlanShift) -> ShiftPrice:
         """What a shift would cost; nothing until `priced_by` is set."""

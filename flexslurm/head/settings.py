@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
+from flexslurm.control.choices import PolicySettings
 from flexslurm.control.events import ControlSettings
 from flexslurm.control.phases import InstallSettings
-from flexslurm.control.policy import PolicySettings
+from flexslurm.control.trends import Targets
 from flexslurm.control.watch import WatchSettings
 from flexslurm.head.planning import plan_name
 from flexslurm.slurm.allocation import AllocationSubmitter
@@ -49,6 +50,7 @@ def control_settings(
             interval_s=service.profiling.interval_sec,
             window_s=60 * service.profiling.window_minutes,
             kind_of=kind_of,
+            targets=targets(service),
         ),
     )
 
@@ -75,7 +77,13 @@ def policy_settings(service: Service) -> PolicySettings:
         default_plan=plan_name(plans.default_plan) if plans.default_plan else None,
         fallback_plan=plan_name(plans.fallback_plan) if plans.fallback_plan else None,
         window_s=60 * service.profiling.window_minutes,
+        targets=targets(service),
     )
+
+
+def targets(service: Service) -> Targets:
+    """The latencies aimed at."""
+    return Targets(service.slo.ttft, service.slo.tpot)
 
 
 def submitter_for(

@@ -160,6 +160,11 @@ def replica_cycle_s(problem: Problem, replica: Replica) -> float:
     return float(problem.cycle_s(len(replica.stages), _slowest_s(problem, replica)))
 
 
+def replica_first_token_s(problem: Problem, replica: Replica) -> float:
+    """Time to the first token of a sequence that comes into an otherwise full batch."""
+    return float(problem.ttft_s(len(replica.stages), _slowest_s(problem, replica, full=True)))
+
+
 def replica_tokens_per_s(problem: Problem, replica: Replica) -> float:
     """Output tokens per second of a replica in a full batch."""
     return float(problem.tokens_per_s(replica.max_batch, replica_cycle_s(problem, replica)))

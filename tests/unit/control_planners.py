@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from flexslurm.control.actions import (
     PlanShift,
 )
+from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
-from flexslurm.control.policy import ShiftPrice
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage, slots
 from flexslurm.messages import (
@@ -78,6 +78,9 @@ class OneStagePerNode:
 
     def options(self, signature: Signature) -> Sequence[Gear]:
         return ()
+
+    def within_targets(self, gear: Gear, speed: float) -> float:
+        return speed * gear.estimates.tokens_per_s
 
     def price(self, ask: PlanShift) -> ShiftPrice:
         return ShiftPrice()

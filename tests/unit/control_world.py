@@ -16,6 +16,7 @@ from flexslurm.control.actions import (
     Send,
     SwitchOver,
 )
+from flexslurm.control.choices import PolicySettings
 from flexslurm.control.events import (
     ControlSettings,
     CutOver,
@@ -34,7 +35,6 @@ from flexslurm.control.events import (
 )
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import InstallSettings, Mode, Phase, ShiftOrder
-from flexslurm.control.policy import PolicySettings
 from flexslurm.control.state import Control
 from flexslurm.control.trends import Sample
 from flexslurm.messages import (

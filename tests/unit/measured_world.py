@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flexslurm.control.actions import PlanShift
+from flexslurm.control.choices import PolicySettings, ShiftPrice
 from flexslurm.control.events import ShiftWanted
-from flexslurm.control.policy import PolicySettings, ShiftPrice
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Stage
 from tests.unit.control_planners import LAYERS, OneStagePerNode
 from tests.unit.control_world import World

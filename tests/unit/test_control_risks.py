@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flexslurm.control.actions import Record
+from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.events import Cordon, Heard
-from flexslurm.control.policy import ShiftPrice
 from flexslurm.control.restore import Memory
 from flexslurm.control.watch import WatchSettings
 from flexslurm.messages import AgentBye, LeaveNotice

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fake_replica import make_request
 
+from flexslurm.control.choices import PolicySettings
 from flexslurm.control.events import ShiftWanted
-from flexslurm.control.policy import PolicySettings
 from flexslurm.control.watch import Watch, WatchSettings
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Stage
 from flexslurm.head.installs import Installs

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flexslurm.control.horizon import Outlook
-from flexslurm.control.policy import (
+from flexslurm.control.choices import (
     Decision,
     Observation,
     Option,
     PolicySettings,
     ShiftPrice,
-    decide,
-    same_layout,
 )
+from flexslurm.control.horizon import Outlook, RiskGroup
+from flexslurm.control.policy import decide, same_layout
 from flexslurm.control.trends import Sample, Window, summary
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Stage
 
@@ -56,7 +55,7 @@ def test_twelve_sure_minutes_are_worth_staying_for() -> None:
             STEADY,
             STEADY,
             options=(Option(NIMBLE, COST),),
-            outlook=Outlook(known_end_s=TWELVE_MINUTES),
+            outlook=Outlook((RiskGroup(ends_in_s=TWELVE_MINUTES),)),
         ),
         SETTINGS,
     )
@@ -70,7 +69,7 @@ def test_twelve_sure_minutes_are_worth_staying_for() -> None:
 
 def test_the_same_with_the_end_uncertain_enough_is_not() -> None:
     def answer(mean_life_s: float, weight: float = 0.8) -> Decision:
-        outlook = Outlook(known_end_s=TWELVE_MINUTES, hazard_per_s=1 / mean_life_s)
+        outlook = Outlook((RiskGroup(1, TWELVE_MINUTES, 1 / mean_life_s),))
         case = seen(STEADY, STEADY, options=(Option(NIMBLE, COST),), outlook=outlook)
         return decide(case, replace(SETTINGS, eviction_risk_weight=weight))
 

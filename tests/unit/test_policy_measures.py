@@ -1,87 +1,14 @@
-"""The closed forms against sums, the windows against lists, the three figures against stories."""
+"""Rates of losses, windows against lists, the three figures against stories."""
 
 from __future__ import annotations
 
-from math import exp
-
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.control.figures import ServiceFigures
-from flexslurm.control.horizon import (
-    Leg,
-    LossHistory,
-    MemberRisk,
-    Outlook,
-    expected_tokens,
-    outlook_of,
-)
+from flexslurm.control.losses import LossHistory
 from flexslurm.control.trends import Corrections, Sample, Trends, corrected, p95, summary
-
-
-def summed(legs: list[Leg], outlook: Outlook, horizon: float, steps: int = 1000) -> float:
-    """The expectation by brute force: over the moment of the loss, then over time."""
-    end = horizon if outlook.known_end_s is None else min(outlook.known_end_s, horizon)
-    after, recovery = outlook.after_loss_tokens_per_s, outlook.recovery_s
-
-    def served(lost_at: float) -> float:
-        total, at = 0.0, 0.0
-        for number, leg in enumerate(legs):
-            last = number == len(legs) - 1
-            stop = lost_at if last else min(at + (leg.seconds or 0.0), lost_at)
-            total += leg.tokens_per_s * max(stop - at, 0.0)
-            at = max(stop, at)
-        return total + after * max(horizon - lost_at - recovery, 0.0)
-
-    hazard, total = outlook.hazard_per_s, 0.0
-    width = end / steps
-    for i in range(steps):
-        chance = exp(-hazard * i * width) - exp(-hazard * (i + 1) * width)
-        total += chance * served((i + 0.5) * width)
-    survived = sum(
-        leg.tokens_per_s * seconds for leg, seconds in zip(legs, spans(legs, end), strict=True)
-    )
-    if end < horizon:
-        survived += after * max(horizon - end - recovery, 0.0)
-    return total + exp(-hazard * end) * survived
-
-
-def spans(legs: list[Leg], end: float) -> list[float]:
-    found, at = [], 0.0
-    for number, leg in enumerate(legs):
-        stop = end if number == len(legs) - 1 else min(at + (leg.seconds or 0.0), end)
-        found.append(stop - at)
-        at = stop
-    return found
-
-
-@settings(max_examples=40)
-@example(1.5, 0.0, 5.0, 5e-324, 0.0, 0.0, 50.0, None)
-@given(
-    st.floats(0, 200), st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 0.05),
-    st.floats(0, 500), st.floats(0, 100), st.floats(50, 800), st.none() | st.floats(10, 900),
-)  # fmt: skip
-def test_expected_tokens_is_the_expectation(
-    shift_s: float, during: float, then: float, hazard: float,
-    after: float, recovery: float, horizon: float, end: float | None,
-) -> None:  # fmt: skip
-    legs = [Leg(during, shift_s), Leg(then)]
-    outlook = Outlook(end, hazard, after, recovery)
-    found = expected_tokens(legs, outlook, horizon)
-    assert found == pytest.approx(summed(legs, outlook, horizon), rel=5e-3, abs=2.0)
-
-
-def test_the_figures_of_the_worked_example() -> None:
-    sure = Outlook(known_end_s=720.0)
-    assert expected_tokens([Leg(1000.0)], sure, 720.0) == 720_000
-    assert expected_tokens([Leg(300.0, 90.0), Leg(750.0)], Outlook(), 720.0) == 499_500
-
-
-def test_a_gear_ends_with_its_first_member_and_risks_add_up() -> None:
-    members = [MemberRisk(600.0, 0.001), MemberRisk(None, 0.002), MemberRisk(300.0)]
-    assert outlook_of(members, 50.0, 9.0) == Outlook(300.0, pytest.approx(0.003), 50.0, 9.0)
-    assert outlook_of([]) == Outlook()
 
 
 def test_hazards_come_from_what_was_lost() -> None:

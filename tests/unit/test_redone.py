@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.control.actions import PlanShift
-from flexslurm.control.policy import ShiftPrice
+from flexslurm.control.choices import ShiftPrice
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
 from flexslurm.head.redone import redone_tokens
 from flexslurm.planner.layouts import replica_tokens_per_s
