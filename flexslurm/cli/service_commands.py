@@ -289,10 +289,7 @@ def cordon(service: str | None, pilot: str | None, undo: bool, service_dir: str 
     from flexslurm.cli.ask import ask
     from flexslurm.messages import AskDone, CordonAsk
 
-    if pilot is None:
-        service, pilot = None, service  # one word alone is the pilot
-    if pilot is None:
-        raise click.UsageError("which pilot? 'flexslurm status' lists them")
+    service, pilot = shared.of_service(service, pilot, "pilot")
     directory = find_service(service, service_dir)
     answer = ask(directory, CordonAsk(fragment=pilot, cordon=not undo), timeout_s=5.0)
     if isinstance(answer, AskDone):

@@ -66,3 +66,12 @@ def site(words: str, *, required: bool = False) -> Callable[[Command], Command]:
 
 
 SITE = site("What the cluster is made of.", required=True)
+
+
+def of_service(service: str | None, word: str | None, what: str) -> tuple[str | None, str]:
+    """SERVICE and the word after it: where there is one word alone, it is the second."""
+    if word is None:
+        service, word = None, service
+    if word is None:
+        raise click.UsageError(f"which {what}? 'flexslurm status' lists them")
+    return service, word

@@ -40,14 +40,15 @@ def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None
 
 @click.command()
 @shared.SERVICE
-@click.argument("pilot")
+@click.argument("pilot", required=False)
 @shared.SERVICE_DIR
-def drain(service: str | None, pilot: str, service_dir: str | None) -> None:
+def drain(service: str | None, pilot: str | None, service_dir: str | None) -> None:
     """Move a service off a pilot, and end the pilot once nothing of it is used."""
     from flexslurm.cli.ask import ask
     from flexslurm.cli.service_commands import find_service
     from flexslurm.messages import AskDone, DrainAsk
 
+    service, pilot = shared.of_service(service, pilot, "pilot")
     directory = find_service(service, service_dir)
     answer = ask(directory, DrainAsk(fragment=pilot), timeout_s=5.0)
     if isinstance(answer, AskDone):
@@ -64,10 +65,7 @@ def release(service: str | None, node: str | None, service_dir: str | None) -> N
     from flexslurm.cli.service_commands import find_service
     from flexslurm.messages import AskDone, ReleaseAsk
 
-    if node is None:
-        service, node = None, service  # one word alone is the node
-    if node is None:
-        raise click.UsageError("which node? 'flexslurm status' lists them")
+    service, node = shared.of_service(service, node, "node")
     directory = find_service(service, service_dir)
     answer = ask(directory, ReleaseAsk(node=node), timeout_s=5.0)
     if isinstance(answer, AskDone):

@@ -114,7 +114,8 @@ class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None
     gpu_type: str
     state: str
-    """`pending`, `joining`, `ready`, `serving`, `leaving`, `lost`, `cordoned`."""
+    """`ready`, `serving`, `leaving`, `faulty`, `cordoned`; without agents the state of its job in
+    Slurm's words (`pending`, `running`, …), `unknown`, or, once that has ended, `lost`, `drained`."""
     detail: str
     gpus: tuple[GpuStatus, ...]
 

@@ -29,14 +29,20 @@ def test_a_directory_names_the_service_so_a_word_is_the_part(
     assert "head/head.log" in listed and "a100-1/pilot.log" in listed
 
 
-def test_the_only_word_of_cordon_is_the_pilot(
-    service_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["cordon", "drain", "release"])
+def test_the_only_word_is_the_pilot_or_the_node(
+    command: str, service_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It gets as far as asking the head, of which there is none."""
-    assert run(["cordon", "--service-dir", str(service_dir), "a100-1"]) == 7
+    assert run([command, "--service-dir", str(service_dir), "a100-1"]) == 7
     assert "no head has published its address" in capsys.readouterr().err
 
 
-def test_cordon_needs_a_pilot(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["cordon"]) == 2
-    assert "which pilot?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "what"), [("cordon", "pilot"), ("drain", "pilot"), ("release", "node")]
+)
+def test_without_a_word_they_ask_which(
+    command: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command]) == 2
+    assert f"which {what}?" in capsys.readouterr().err
