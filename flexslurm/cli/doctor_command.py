@@ -202,7 +202,7 @@ def _directory(path: Path) -> Iterator[CheckVerdict]:
 
 def _shared(site: Site | None) -> Path:
     """Where services would live."""
-    from flexslurm.cli.launch import service_directory
+    from flexslurm.cli.service_places import service_directory
 
     given = None if site is None else site.paths.shared_dir
     shared = None if given is None else f"{given}/services"

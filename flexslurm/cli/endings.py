@@ -6,9 +6,7 @@ inside `endings_wait`. Signals that were ignored when we were started (`nohup`) 
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +78,9 @@ def endings_wait() -> Iterator[None]:
 @contextmanager
 def scratch_directory(prefix: str, *, keep: bool = False) -> Iterator[Path]:
     """A new private directory, gone at the end whatever ends us, unless it is to be kept."""
+    import shutil
+    import tempfile
+
     made: Path | None = None
     try:
         with endings_wait():

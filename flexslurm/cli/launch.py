@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexslurm.cli.job_names import head_job
 from flexslurm.cli.launch_facts import LaunchFacts, gather_facts
+from flexslurm.cli.service_places import service_directory
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
 from flexslurm.errors import (
@@ -288,23 +289,3 @@ def called(plan: LaunchPlan) -> str:
     if service_directory(name).path == path:
         return name
     return f"--service-dir {shlex.quote(str(path))}"
-
-
-def service_directory(
-    name_or_path: str, environ: Mapping[str, str] = os.environ, shared: str | None = None
-) -> ServiceDir:
-    """The directory of a service: a path, or a name below the default place.
-
-    Raises ServiceError where a home directory in it does not exist.
-    """
-    root = environ.get("FLEXSLURM_SERVICES") or shared
-    try:
-        if os.sep in name_or_path or name_or_path.startswith("."):
-            return ServiceDir(Path(name_or_path).expanduser())
-        base = Path(root).expanduser() if root else Path.home() / ".flexslurm" / "services"
-    except RuntimeError as error:  # of pathlib: no such user, or no home
-        raise ServiceError(
-            f"there is no such home directory: {root or name_or_path}",
-            hint="give a whole path with --service-dir, or in FLEXSLURM_SERVICES",
-        ) from error
-    return ServiceDir(base / name_or_path)

@@ -40,7 +40,7 @@ def script(
     starts all of it at once and takes all of it at once; 'flexslurm launch' is for the rest.
     """
     from flexslurm.cli.hooks_commands import own_command
-    from flexslurm.cli.launch import service_directory
+    from flexslurm.cli.service_places import service_directory
     from flexslurm.config.check import load_pair
     from flexslurm.slurm.serve import ServeCall, loss_in_words, read_components, serve_script
 

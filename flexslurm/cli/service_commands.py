@@ -9,42 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from flexslurm.cli import shared_options as shared
-from flexslurm.errors import FlexslurmError, ServiceError
+from flexslurm.cli.service_places import find_service, service_directory
+from flexslurm.errors import FlexslurmError
 
 if TYPE_CHECKING:
     from flexslurm.cli.launch import LaunchPlan
     from flexslurm.gear import Gear, NoGear
-    from flexslurm.wire.service_dir import Pilots, ServiceDir
-
-
-def find_service(service: str | None, service_dir: str | None) -> ServiceDir:
-    """The directory that is meant; without a name, the only one there is, or that runs."""
-    from flexslurm.cli.launch import service_directory
-    from flexslurm.wire.service_dir import ServiceDir
-
-    if service_dir is not None:
-        directory = ServiceDir(Path(service_dir))
-    elif service is not None:
-        directory = service_directory(service)
-    else:
-        directory = _only_service()
-    directory.require()
-    return directory
-
-
-def _only_service() -> ServiceDir:
-    from flexslurm.cli.launch import service_directory
-
-    root = service_directory("x").path.parent
-    found = sorted(path.parent.name for path in root.glob("*/service.yaml"))
-    stopped = {name for name in found if service_directory(name).stopped()}
-    running = [name for name in found if name not in stopped]
-    for names in (found, running):
-        if len(names) == 1:
-            return service_directory(names[0])
-    told = [f"{name} (stopped)" if name in stopped else name for name in found]
-    what = f"services here: {', '.join(told)}" if found else f"there is none below {root}"
-    raise ServiceError("which service?", hint=f"give its name or --service-dir; {what}")
+    from flexslurm.wire.service_dir import Pilots
 
 
 def _say(line: str) -> None:
@@ -119,7 +90,7 @@ def launch(
     directory = (
         ServiceDir(Path(service_dir))
         if service_dir
-        else launching.service_directory(service.name, shared=shared)
+        else service_directory(service.name, shared=shared)
     )
     if not dry_run:
         submitting.refuse_if_running(directory)
@@ -220,8 +191,6 @@ def status(service: str | None, as_json: bool, watch: bool, service_dir: str | N
 
 def _is_launched(service: str) -> bool:
     """Whether it was launched, or nothing else can be meant."""
-    from flexslurm.cli.launch import service_directory
-
     directory = service_directory(service)
     return directory.service.exists() or not any(directory.path.parent.glob("*/service.yaml"))
 

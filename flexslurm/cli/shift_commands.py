@@ -22,7 +22,7 @@ from flexslurm.errors import ServiceError
 def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None) -> None:
     """Go into another gear and stay there until members come or go; 'best' ends that."""
     from flexslurm.cli.ask import ask
-    from flexslurm.cli.service_commands import find_service
+    from flexslurm.cli.service_places import find_service
     from flexslurm.messages import ShiftAnswer, ShiftAsk
 
     directory = find_service(service, service_dir)
@@ -45,7 +45,7 @@ def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None
 def drain(service: str | None, pilot: str | None, service_dir: str | None) -> None:
     """Move a service off a pilot, and end the pilot once nothing of it is used."""
     from flexslurm.cli.ask import ask
-    from flexslurm.cli.service_commands import find_service
+    from flexslurm.cli.service_places import find_service
     from flexslurm.messages import AskDone, DrainAsk
 
     service, pilot = shared.of_service(service, pilot, "pilot")
@@ -62,7 +62,7 @@ def drain(service: str | None, pilot: str | None, service_dir: str | None) -> No
 def release(service: str | None, node: str | None, service_dir: str | None) -> None:
     """Move a service off one node and give it back; the other nodes of its pilot stay."""
     from flexslurm.cli.ask import ask
-    from flexslurm.cli.service_commands import find_service
+    from flexslurm.cli.service_places import find_service
     from flexslurm.messages import AskDone, ReleaseAsk
 
     service, node = shared.of_service(service, node, "node")

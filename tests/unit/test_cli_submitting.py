@@ -14,6 +14,7 @@ import yaml
 from flexslurm.cli import launch as launching
 from flexslurm.cli import stopping, submitting
 from flexslurm.cli.launch import LaunchPlan
+from flexslurm.cli.service_places import service_directory
 from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
@@ -254,9 +255,9 @@ def test_a_damaged_directory_can_be_stopped(
 @pytest.mark.parametrize("text", ["~no-such-user/x", "~no-such-user"])
 def test_a_home_that_is_not_there_is_said(text: str) -> None:
     with pytest.raises(FlexslurmError, match="no such home"):
-        launching.service_directory(text + "/y")
+        service_directory(text + "/y")
     with pytest.raises(FlexslurmError, match="no such home"):
-        launching.service_directory("chat", {"FLEXSLURM_SERVICES": text})
+        service_directory("chat", {"FLEXSLURM_SERVICES": text})
 
 
 def test_a_stop_ends_jobs_that_no_list_has(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexslurm.cli.main import run
-from flexslurm.cli.service_commands import find_service
+from flexslurm.cli.service_places import find_service
 from flexslurm.errors import ServiceError
 from flexslurm.wire.service_dir import HeadAddress, Pilots, ServiceDir
 
