@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from flexslurm.cli.launch import LaunchPlan, head_submitter
+from flexslurm.cli.launch import LaunchPlan
 from flexslurm.cli.stopping import stop_service
+from flexslurm.cli.submitting import job_owner
 from flexslurm.errors import ServiceError, SlurmError
 
 _ENDS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
@@ -21,7 +22,8 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
     """
     pilots = plan.directory.pilots()
     assert pilots is not None and pilots.head_job is not None
-    submitter = head_submitter(plan)
+    # a process of this machine: to look at it asks Slurm nothing
+    owner = job_owner(plan.site, plan.directory, pilots, pilots.head_job)
     # taken by waiting, not by handlers: nothing is interrupted in the middle
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
@@ -32,7 +34,7 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
                 stop_service(plan.directory, drain_s, 60.0, say)
                 return
             try:
-                info = submitter.states([pilots.head_job])[pilots.head_job]
+                info = owner.states([pilots.head_job])[pilots.head_job]
             except SlurmError:
                 continue  # unknown is not ended
             if info.state.over:

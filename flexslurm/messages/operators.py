@@ -115,7 +115,7 @@ class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str
     state: str
     """`ready`, `serving`, `leaving`, `faulty`, `cordoned`; without agents the state of its job in
-    Slurm's words (`pending`, `running`, …), `unknown`, or, once that has ended, `lost`, `drained`."""
+    Slurm's words (`pending`, `running`, …), `unknown`, and once it has ended `lost`, `drained`."""
     detail: str
     gpus: tuple[GpuStatus, ...]
 

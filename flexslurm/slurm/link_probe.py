@@ -2,7 +2,7 @@
 
 Pairs are measured one after another, so that they do not share a link: two ranks send a message to
 and fro, half of the median round counts, and the others sleep. Rank 0 writes one JSON value a line
-to standard output: what is under way, and at the end an `ProbeResult`.
+to standard output: what is under way, and at the end a `ProbeResult`.
 """
 
 from __future__ import annotations
