@@ -34,9 +34,9 @@ def held(folder: Path, exit_code: int, monkeypatch: pytest.MonkeyPatch, said: li
     directory = ServiceDir(folder / "chat")
     directory.create()
     directory.write_pilots(Pilots("allocation", head_job="local-7", allocation="7"))
-    plan: Any = types.SimpleNamespace(directory=directory)
+    plan: Any = types.SimpleNamespace(directory=directory, site=None)
     monkeypatch.setattr(holding, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(holding, "head_submitter", lambda _: Ended(exit_code))
+    monkeypatch.setattr(holding, "job_owner", lambda *_: Ended(exit_code))
     monkeypatch.setattr(stopping, "_cancel", lambda *_: None)
     monkeypatch.setattr(stopping, "_jobs", lambda *_: None)
     try:
