@@ -159,6 +159,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    from flexslurm.config.units import show_bytes
+    from flexslurm.config.size_words import show_bytes
 
     return "-" if value is None else show_bytes(value)

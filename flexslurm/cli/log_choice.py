@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexslurm.config.schema import nearest_hint
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.errors import ServiceError
 
 _JOB = r"(local-[0-9]+|[0-9]+(?:[_+][0-9]+)?)"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.gear import Gear, NoGear, Replica, Signature
 
 if TYPE_CHECKING:

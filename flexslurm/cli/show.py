@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.gear import Gear, Replica
 from flexslurm.messages import FragmentStatus, StatusAnswer
 

@@ -86,15 +86,6 @@ def _whole(value: object) -> object:
     return round(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
-def show_bytes(nbytes: float) -> str:
-    """Bytes as people read them, to four figures; `Quantity.show` never rounds."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
-
-
 SIZE = Quantity("size", (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("", 1)))
 RATE = Quantity("bytes per second", (("GB/s", 1e9), ("MB/s", 1e6), ("", 1)))
 TIME = Quantity("time", (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6)))

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.engine.kv_moves import meetings
 from flexslurm.engine.ownership import Holding, Piece, ReplicaAt, ShardMap
 from flexslurm.engine.reshard import LinkKind

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import msgspec
 
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, source_budgets
 from flexslurm.engine.kv_moves import meetings, movable, route_costs
 from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, memory_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexslurm.config.units import show_bytes
+from flexslurm.config.size_words import show_bytes
 from flexslurm.messages import Installed, InstallFailed, InstallProgress, Message
 
 _EPOCHS = 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexslurm.config.schema import Section, parse_section
+from flexslurm.config.size_words import show_bytes
 from flexslurm.config.units import (
     RATE,
     SIZE,
@@ -15,7 +16,6 @@ from flexslurm.config.units import (
     Fraction,
     Quantity,
     Seconds,
-    show_bytes,
 )
 from flexslurm.errors import ConfigError
 
