@@ -38,6 +38,7 @@ class Holdings:
         workers: Collection[str] | None = None,
         *,
         keep_weights: bool = False,
+        after_s: float = 0.0,
     ) -> list[Send]:
         """Tell these workers (default: all that hold it) to close an epoch; each once."""
         told = [
@@ -47,7 +48,7 @@ class Holdings:
         ]
         for held in told:
             self._told[held] = now
-        order = Retire(epoch=epoch, keep_weights=keep_weights)
+        order = Retire(epoch=epoch, keep_weights=keep_weights, after_s=after_s)
         return [Send(held.worker, order) for held in told]
 
     def closed(self, worker: str, epoch: int) -> None:

@@ -152,6 +152,8 @@ class InstallSettings:
     install_timeout_s: float
     assemble_timeout_s: float = 30.0
     """Half of it is waited for what can be made of the new gear before PARK."""
+    close_after_s: float = 0.25
+    """For so long the first steps of a new gear have the processors, where nobody must leave."""
     park_timeout_s: float = 60.0
     transfer_timeout_s: float = 120.0
     cutover_timeout_s: float = 20.0

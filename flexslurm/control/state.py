@@ -369,7 +369,9 @@ class Control:
         for key in closed:
             one = before.find(key) if before is not None else None
             assert one is not None, f"{key} serves and is not in place"
-            retires += self.holdings.close(now, key.epoch, one.workers)
+            calm = all(map(self.members.stays, one.agents))
+            after_s = shift.settings.close_after_s if calm else 0.0
+            retires += self.holdings.close(now, key.epoch, one.workers, after_s=after_s)
         self._aftermath.replaced(shift.epoch)
         record = {"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}
         # A cut-over is on disk since before its pause, and streams wait for nothing that is not.

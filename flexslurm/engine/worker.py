@@ -67,6 +67,7 @@ _HELLO_EVERY_S = 0.5
 _WELCOME_WITHIN_S = 60.0
 _RETIRE_WITHIN_S = 20.0
 _LET_GO_WITHIN_S = 1.0
+_MOST_AFTER_S = 2.0
 _TIDY_CPU_BYTES, _TIDY_CUDA_BYTES = 2 << 20, 64 << 20
 """What moves in a millisecond or two, the time for which steps are held off."""
 _TIDY_PAUSE_S = 0.01
@@ -189,8 +190,8 @@ class Worker:
                 self._transfers.park(message)
             case UnparkKv():
                 self._transfers.unpark(message)
-            case Retire(epoch=epoch, keep_weights=keep):
-                self._retire(epoch, keep_weights=keep)
+            case Retire():
+                self._retire(message)
             case Refused(reason=reason):
                 log.error("the head refused this worker: %s", reason)
                 self._end(Exit.REFUSED)
@@ -239,7 +240,8 @@ class Worker:
         elif not early:
             tenancy.go_on(install)  # or it is said twice
 
-    def _retire(self, epoch: int, *, keep_weights: bool) -> None:
+    def _retire(self, order: Retire) -> None:
+        epoch = order.epoch
         try:
             tenancy = self._tenancy(epoch)
         except StaleEpoch:
@@ -250,10 +252,12 @@ class Worker:
             return
         # an abort of NCCL may take a while, and this thread must not
         threading.Thread(
-            target=self._bury, args=(tenancy, keep_weights), name=f"retire-{epoch}", daemon=True
+            target=self._bury, args=(tenancy, order), name=f"retire-{epoch}", daemon=True
         ).start()
 
-    def _bury(self, tenancy: Tenancy, keep_weights: bool) -> None:
+    def _bury(self, tenancy: Tenancy, order: Retire) -> None:
+        time.sleep(min(max(order.after_s, 0.0), _MOST_AFTER_S))
+        keep_weights = order.keep_weights
         log.info("epoch %d: retiring (%s)", tenancy.epoch, tenancy.phase)
         if tenancy.retire(_RETIRE_WITHIN_S, keep_weights=keep_weights):
             if not keep_weights:  # it may have been told to keep them before, and changed its mind

@@ -159,6 +159,8 @@ class Retire(Message, frozen=True, tag="head.retire"):
     epoch: int
     keep_weights: bool = False
     """Its weights stay, for others to take, until it is retired once more."""
+    after_s: float = 0.0
+    """Not before so many seconds have passed: what serves instead is just beginning."""
 
 
 class WorkerExit(Message, frozen=True, tag="head.worker_exit"):
