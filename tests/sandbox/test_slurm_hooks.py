@@ -25,32 +25,9 @@ from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 from flexslurm.wire.transport import HeadSocket
+from tests.sandbox.hook_ground import LIMITS, SANDBOX, refusal, run_s, script, tellers, told
 
 HEADERS = Path("/usr/include/slurm/spank.h")
-LIMITS = """\
-name: limits
-gpu_types: {a100: {model: a100-80}}
-partitions:
-  low: {gpu_types: [a100], gpus_per_node: 2, max_walltime: 2h, requeue: true}
-  once: {gpu_types: [a100], requeue: false}
-"""
-SANDBOX = """\
-nodes:
-  g: {{gpu_type: a100, gpus: 4}}
-gpu_types: {{a100: {{}}}}
-partitions:
-  low: {{nodes: [g], default: true}}
-  once: {{nodes: [g]}}
-job_submit_lua: {hooks}/job_submit.lua
-cli_filter_lua: {hooks}/cli_filter.lua
-plugstack: [{plugstack}]
-slurm_conf:
-- Prolog={hooks}/prolog.sh
-- Epilog={hooks}/epilog.sh
-- PrologSlurmctld={hooks}/prolog_slurmctld.sh
-- EpilogSlurmctld={hooks}/epilog_slurmctld.sh
-- JobRequeue=0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -109,23 +86,6 @@ def client(box: Sandbox) -> Iterator[SlurmClient]:
 def needs_spank(plugin: Path | None) -> None:
     if plugin is None:
         pytest.skip("building the SPANK plugin needs Debian's packages libslurm-dev gcc make")
-
-
-def script(where: Path, body: str = "sleep 30\n") -> Path:
-    path = where / "job.sh"
-    path.write_text("#!/bin/bash\n" + body)
-    return path
-
-
-def told(hooks: Path) -> list[str]:
-    path = hooks / "told"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def refusal(client: SlurmClient, path: Path, *options: str) -> str:
-    done = client._try("sbatch", "--parsable", "--output=/dev/null", *options, str(path))
-    assert done.code != 0, options
-    return done.err
 
 
 def test_status_says_what_this_cluster_has(
@@ -210,8 +170,8 @@ def test_prolog_and_epilog_tell_and_delay_nobody(
     (hooks / "hang").touch()
     try:
         before = len(told(hooks))
-        plain_s = _run_s(client)
-        ours_s = _run_s(client, f"--comment=flexslurm:{tmp_path}")
+        plain_s = run_s(client)
+        ours_s = run_s(client, f"--comment=flexslurm:{tmp_path}")
         assert ours_s < plain_s + 1.0
         wait(lambda: len(told(hooks)) >= before + 4, 10, "all four scripts have told")
         words = {line.split()[1] for line in told(hooks)[before:]}
@@ -220,27 +180,7 @@ def test_prolog_and_epilog_tell_and_delay_nobody(
         assert [node.state.base for node in nodes] == ["IDLE"]
     finally:
         (hooks / "hang").unlink()
-        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
-
-
-def _run_s(client: SlurmClient, *options: str) -> float:
-    """How long a job takes from its submission to its end."""
-    began = time.monotonic()
-    assert client.call("srun", "--partition=low", *options, "hostname").out
-    return time.monotonic() - began
-
-
-def _tellers(hooks: Path) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if f"{hooks}/teller" in line:
-                found.append(line)
-    return found
+        wait(lambda: not tellers(hooks), 15, "the tellers have ended")
 
 
 def test_a_head_hears_of_its_job(client: SlurmClient, hooks: Path, tmp_path: Path) -> None:
@@ -260,7 +200,7 @@ def test_a_head_hears_of_its_job(client: SlurmClient, hooks: Path, tmp_path: Pat
             service.publish_head(
                 HeadAddress("h", f"tcp://127.0.0.1:{head.port}", "http://127.0.0.1:1", "n", 1)
             )
-            await asyncio.to_thread(_run_s, client, f"--comment=flexslurm:{service.path}")
+            await asyncio.to_thread(run_s, client, f"--comment=flexslurm:{service.path}")
             deadline = time.monotonic() + 15
             while len(heard) < 4 and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -278,11 +218,11 @@ def test_a_head_hears_of_its_job(client: SlurmClient, hooks: Path, tmp_path: Pat
         }  # fmt: skip
         assert len({m.job_id for m in heard if isinstance(m, NotifyAsk)}) == 1
         # and when nobody listens any more, nobody waits
-        plain_s = _run_s(client)
-        assert _run_s(client, f"--comment=flexslurm:{service.path}") < plain_s + 1.0
+        plain_s = run_s(client)
+        assert run_s(client, f"--comment=flexslurm:{service.path}") < plain_s + 1.0
     finally:
         (hooks / "real").unlink()
-        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+        wait(lambda: not tellers(hooks), 15, "the tellers have ended")
 
 
 def _life_s(client: SlurmClient, where: Path, *options: str) -> tuple[float, float]:
@@ -325,7 +265,7 @@ def test_all_hooks_together_delay_no_job_of_a_dead_service(
             rows.append((*_life_s(who, tmp_path, *options), step_s))
     finally:
         (hooks / "real").unlink()
-        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+        wait(lambda: not tellers(hooks), 15, "the tellers have ended")
     for what, without_s, with_s in zip(("sbatch", "life of a job", "srun"), *rows, strict=True):
         told = f"hooks, service dead: {what:<14} {without_s:5.2f} s without, {with_s:5.2f} s with"
         record_property("slurm-act", told)
@@ -342,7 +282,7 @@ def test_a_script_returns_at_once(hooks: Path, tmp_path: Path, name: str) -> Non
         assert done.returncode == 0 and time.monotonic() - began < 1.0
     finally:
         (hooks / "hang").unlink()
-        wait(lambda: not _tellers(hooks), 15, "the tellers have ended")
+        wait(lambda: not tellers(hooks), 15, "the tellers have ended")
 
 
 def test_a_trigger_tells_of_a_node(client: SlurmClient, hooks: Path, tmp_path: Path) -> None:

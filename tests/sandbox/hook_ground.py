@@ -1,0 +1,70 @@
+"""A cluster with all of our hooks, and what tests ask of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from flexslurm.slurm.client import SlurmClient
+
+LIMITS = """\
+name: limits
+gpu_types: {a100: {model: a100-80}}
+partitions:
+  low: {gpu_types: [a100], gpus_per_node: 2, max_walltime: 2h, requeue: true}
+  once: {gpu_types: [a100], requeue: false}
+"""
+SANDBOX = """\
+nodes:
+  g: {{gpu_type: a100, gpus: 4}}
+gpu_types: {{a100: {{}}}}
+partitions:
+  low: {{nodes: [g], default: true}}
+  once: {{nodes: [g]}}
+job_submit_lua: {hooks}/job_submit.lua
+cli_filter_lua: {hooks}/cli_filter.lua
+plugstack: [{plugstack}]
+slurm_conf:
+- Prolog={hooks}/prolog.sh
+- Epilog={hooks}/epilog.sh
+- PrologSlurmctld={hooks}/prolog_slurmctld.sh
+- EpilogSlurmctld={hooks}/epilog_slurmctld.sh
+- JobRequeue=0
+"""
+
+
+def script(where: Path, body: str = "sleep 30\n") -> Path:
+    path = where / "job.sh"
+    path.write_text("#!/bin/bash\n" + body)
+    return path
+
+
+def told(hooks: Path) -> list[str]:
+    path = hooks / "told"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def refusal(client: SlurmClient, path: Path, *options: str) -> str:
+    done = client._try("sbatch", "--parsable", "--output=/dev/null", *options, str(path))
+    assert done.code != 0, options
+    return done.err
+
+
+def run_s(client: SlurmClient, *options: str) -> float:
+    """How long a job takes from its submission to its end."""
+    began = time.monotonic()
+    assert client.call("srun", "--partition=low", *options, "hostname").out
+    return time.monotonic() - began
+
+
+def tellers(hooks: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if f"{hooks}/teller" in line:
+                found.append(line)
+    return found
