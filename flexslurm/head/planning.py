@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class ServicePlanner:
-    """Implements `control.events.Planner`: `choose` looks up, `exact` and `make_table` plan."""
+    """A `control.observing.GearSource`: `choose` looks up, `exact` and `make_table` plan."""
 
     def __init__(
         self,

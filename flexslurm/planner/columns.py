@@ -25,7 +25,7 @@ class Column(msgspec.Struct, frozen=True):
 
     need: Need
     key: int
-    """Worth and simplicity in one number, see `key_of`; the keys of a plan's pipelines add up."""
+    """Worth and simplicity in one number, see `keys_of`; the keys of a plan's pipelines add up."""
     tokens_per_s: float
     batch: int
 
