@@ -100,7 +100,7 @@ class _Kind(IntEnum):
     REFUSAL = 3
 
 
-class Frame(msgspec.Struct, frozen=True):
+class ChunkHead(msgspec.Struct, frozen=True):
     """Bytes of the run from `offset` on that follow on the connection; None of them: the end."""
 
     offset: int
@@ -233,7 +233,7 @@ class Channel:
         body = reason.encode()[:1000]
         self._send_all([memoryview(_CHUNK.pack(_Kind.REFUSAL, 0, len(body), 0) + body)])
 
-    def chunk(self) -> Frame | None:
+    def chunk(self) -> ChunkHead | None:
         """The head of the next chunk, or None at the end; `take` must follow.
 
         Raises ProtocolError where the source refuses to go on.
@@ -248,7 +248,7 @@ class Channel:
             raise ProtocolError(f"the source does not go on: {reason}")
         if kind != _Kind.DATA or nbytes == 0:
             raise ProtocolError(f"a chunk of kind {kind} with {nbytes} bytes")
-        return Frame(offset, nbytes, crc)
+        return ChunkHead(offset, nbytes, crc)
 
     def take(self, views: Views) -> None:
         """Receive a chunk's bytes."""
