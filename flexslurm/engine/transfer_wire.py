@@ -101,7 +101,7 @@ class _Kind(IntEnum):
 
 
 class ChunkHead(msgspec.Struct, frozen=True):
-    """Bytes of the run from `offset` on that follow on the connection; None of them: the end."""
+    """`nbytes` bytes of the run, from `offset` on, follow on the connection."""
 
     offset: int
     nbytes: int
