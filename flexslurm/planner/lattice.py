@@ -70,7 +70,23 @@ class Lattice:
 
     def plan(self, signature: Signature) -> Counter[Column]:
         """The best plan's pipelines."""
-        state, chosen = self._state(signature), Counter[Column]()
+        return self._plan_of(self._state(signature))
+
+    def next_plan(self, signature: Signature) -> Counter[Column]:
+        """The best of the plans that have a pipeline which the best plan has not; empty: none."""
+        state = self._state(signature)
+        own = self._plan_of(state)
+        left = self._after[self._rows, state]
+        other = np.array([column not in own for column in self.columns], dtype=bool)
+        value = np.where(other & (left >= 0), self._keys + left, 0)
+        if not len(value) or value.max() <= 0:
+            return Counter()
+        column = int(value.argmax())
+        after = self._take(self._needs[column], state)
+        return Counter({self.columns[column]: 1}) + self._plan_of(after)
+
+    def _plan_of(self, state: int) -> Counter[Column]:
+        chosen = Counter[Column]()
         while self._best[state] > 0:
             step = self._steps.get(state)
             if step is None:

@@ -22,7 +22,9 @@ import msgspec
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Stage
 
-MAGIC = b"FLXGEAR\x01"
+MAGIC = b"FLXGEAR\x02"
+_READ = (1, 2)
+"""Versions that are read; entries of the first have no other plans."""
 _SIZES = struct.Struct("<3Q")
 
 
@@ -49,6 +51,13 @@ class ShiftCost(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
+class OtherPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A plan that is not the best; as in the entry."""
+
+    plan: tuple[tuple[int, int], ...]
+    seats: tuple[int, ...]
+
+
 class TableEntry(msgspec.Struct, frozen=True, array_like=True):
     """The plan of one signature; without pipelines there is none."""
 
@@ -62,6 +71,8 @@ class TableEntry(msgspec.Struct, frozen=True, array_like=True):
     """No plan is better by more than this share; 0: it is exact."""
     short_bytes: int = 0
     shifts: tuple[ShiftCost, ...] = ()
+    others: tuple[OtherPlan, ...] = ()
+    """The next best plans, the better first."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -88,7 +99,7 @@ class GearTable:
         start = len(MAGIC) + _SIZES.size
         if len(view) < start or bytes(view[:7]) != MAGIC[:7]:
             raise ConfigError("this is not a gear table", file=source)
-        if bytes(view[7:8]) != MAGIC[7:]:
+        if view[7] not in _READ:
             raise ConfigError(
                 f"the gear table has version {view[7]}, this flexslurm reads {MAGIC[7]}",
                 file=source,
@@ -138,6 +149,19 @@ class GearTable:
         """The gear of a signature, or why there is none; None where the table does not have it."""
         entry = self.find(signature)
         return None if entry is None else self.expand(signature, entry)
+
+    def others(self, signature: Signature) -> tuple[Gear, ...]:
+        """Gears of the next best plans, the better first; named by their layouts."""
+        entry = self.find(signature)
+        if entry is None or not entry.plan:
+            return ()
+        best, found = self.tokens_per_s(entry), []
+        for other in entry.others:
+            gear = self._gear(signature, other.plan, other.seats)
+            less = 1 - gear.estimates.tokens_per_s / best
+            reason = f"next best by estimate: {less:.1%} less"
+            found.append(msgspec.structs.replace(gear, name=gear.layout(), reason=reason))
+        return tuple(found)
 
     def dominated(self, signature: Signature) -> Gear | None:
         """The best gear that the signature's GPUs can be given, though it may leave some idle.
@@ -198,12 +222,21 @@ class GearTable:
 
     def expand(self, signature: Signature, entry: TableEntry) -> Gear | NoGear:
         """The gear that an entry stands for."""
-        header = self.header
-        reason = header.reasons[entry.reason]
+        reason = self.header.reasons[entry.reason]
         if not entry.plan:
             return NoGear(signature, reason, entry.short_bytes)
-        pipelines = [header.pipelines[index] for index, times in entry.plan for _ in range(times)]
-        seats = iter(entry.seats)
+        return self._gear(signature, entry.plan, entry.seats, reason)
+
+    def _gear(
+        self,
+        signature: Signature,
+        plan: Sequence[tuple[int, int]],
+        nodes: Sequence[int],
+        reason: str = "",
+    ) -> Gear:
+        header = self.header
+        pipelines = [header.pipelines[index] for index, times in plan for _ in range(times)]
+        seats = iter(nodes)
         return Gear(
             name=str(signature),
             signature=signature,

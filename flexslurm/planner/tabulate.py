@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -24,11 +24,14 @@ from flexslurm.planner.planner import TIERS, Planner
 from flexslurm.planner.problem import Ints, Tier
 from flexslurm.planner.shifts import ShiftCosts
 from flexslurm.planner.solver import Solution
-from flexslurm.planner.table import Header, TableEntry, TablePipeline, encode
+from flexslurm.planner.table import Header, OtherPlan, TableEntry, TablePipeline, encode
+from flexslurm.planner.workload import Objective
 
 MOST_ENTRIES = 1_000_000
 TABLE_GAP = 0.005
 """Composed plans are kept where they are proved to be within this share of the best."""
+OTHER_SHARE = 0.5
+"""Next best plans that give less than this share of the best are left out."""
 Counts = tuple[tuple[Shape, int], ...]
 
 _COMPOSED = 600
@@ -123,16 +126,11 @@ class _Filler:
             self._smallest = rank
 
     def _entry(self, signature: Signature, choice: Solution) -> TableEntry:
-        ordered = sorted(choice.plan, key=lambda c: (-c.tokens_per_s, c.need))
-        plan = tuple((self._pipeline(c, choice.tier), choice.plan[c]) for c in ordered)
-        stages = [
-            [s.kind for s in self.planner.builder.pipeline(c, choice.tier).stages]
-            for c in ordered
-            for _ in range(choice.plan[c])
-        ]
+        plan, seats = self._seated(signature, choice.plan, choice.tier)
+        other = self._other(signature, choice)
         return TableEntry(
             plan=plan,
-            seats=tuple(itertools.chain.from_iterable(seat(signature, stages))),
+            seats=seats,
             reason=self._reason(choice.reason),
             gap=choice.gap,
             shifts=self.shifts.add(
@@ -142,7 +140,31 @@ class _Filler:
                     for c, times in choice.plan.items()
                 ],
             ),
+            others=(OtherPlan(*self._seated(signature, other, choice.tier)),) if other else (),
         )
+
+    def _seated(
+        self, signature: Signature, plan: Mapping[Column, int], tier: Tier
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """A plan by numbers of its pipelines, and the nodes of their stages."""
+        ordered = sorted(plan, key=lambda c: (-c.tokens_per_s, c.need))
+        stages = [
+            [s.kind for s in self.planner.builder.pipeline(c, tier).stages]
+            for c in ordered
+            for _ in range(plan[c])
+        ]
+        seats = tuple(itertools.chain.from_iterable(seat(signature, stages)))
+        return tuple((self._pipeline(c, tier), plan[c]) for c in ordered), seats
+
+    def _other(self, signature: Signature, choice: Solution) -> Mapping[Column, int]:
+        """The next best plan, where one is nearly as good and it is told by the lattice."""
+        lattice = self.planner.solver(choice.tier).lattice
+        objective = self.planner.problem.goal.objective
+        if lattice is None or objective is not Objective.THROUGHPUT:
+            return {}
+        plan = lattice.next_plan(signature)
+        key = sum(column.key * times for column, times in plan.items())
+        return plan if key_worth(key) >= OTHER_SHARE * key_worth(choice.key) else {}
 
     def _pipeline(self, column: Column, tier: Tier) -> int:
         return self.pipelines.setdefault((column, tier), len(self.pipelines))

@@ -6,17 +6,21 @@ import itertools
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Gear, NoGear, Shape, Signature, Stage, check_gear
+from flexslurm.planner.columns import Column, key_worth
 from flexslurm.planner.files import open_table
 from flexslurm.planner.hashing import inputs_hash
+from flexslurm.planner.integer import Programme
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
+from flexslurm.planner.problem import Tier
 from flexslurm.planner.published import config_of
 from flexslurm.planner.table import GearTable, Header, TableEntry, TablePipeline, encode
-from flexslurm.planner.tabulate import PilotKind, make_table, pilots_of
+from flexslurm.planner.tabulate import OTHER_SHARE, PilotKind, make_table, pilots_of
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Slo, Workload
 
@@ -115,6 +119,73 @@ def test_losing_a_node_has_a_cost(data: bytes) -> None:
     singles = Signature.parse("l4:1x3")
     alike = GearTable(make_table(planner(singles), pilots_of(singles))).find(singles)
     assert alike is not None and alike.shifts[0].moved_bytes == 0
+
+
+def test_the_next_best_gear_is_another_and_no_better(data: bytes) -> None:
+    """Against all plans: no other set of pipelines with one that the best has not gives more."""
+    table, live = GearTable(data), planner()
+    solver = live.solver(Tier())
+    seen = 0
+    for signature in table.signatures():
+        best, others = table.gear(signature), table.others(signature)
+        assert isinstance(best, Gear) or not others
+        for other in others:
+            assert isinstance(best, Gear)
+            check_gear(other, SPEC.num_layers)
+            seen += 1
+            assert other.signature == signature and other.name == other.layout() != best.layout()
+            assert other.estimates.tokens_per_s <= best.estimates.tokens_per_s * (1 + 1e-6)
+            assert other.estimates.tokens_per_s >= OTHER_SHARE * best.estimates.tokens_per_s * 0.999
+        choice = live.choose(signature)
+        if not others or choice is None or choice.tier != Tier():
+            continue
+        # each pipeline that the best plan lacks, forced into a plan, by an integer programme
+        rest = [c for c in solver.columns if c not in choice.plan]
+        most = max(
+            key_worth(c.key) + best_of(solver.columns, left)
+            for c in rest
+            for left in lefts(signature, c)
+        )
+        assert others[0].estimates.tokens_per_s == pytest.approx(most, rel=1e-3)
+    assert seen > 5
+
+
+def best_of(columns: list[Column], signature: Signature) -> float:
+    if not signature.counts:
+        return 0.0
+    return key_worth(Programme(columns, [s for s, _ in signature.counts]).solve(signature).key)
+
+
+def lefts(signature: Signature, column: Column) -> list[Signature]:
+    """What may be left of an allocation when one pipeline has taken its groups."""
+    found = [list(signature.nodes())]
+    for kind, count in column.need:
+        for _ in range(count):
+            found = [
+                [*nodes[:i], Shape(one.gpu_type, one.gpus - kind.tp), *nodes[i + 1 :]]
+                for nodes in found
+                for i, one in enumerate(nodes)
+                if one.gpu_type == kind.gpu_type and one.gpus >= kind.tp
+            ]
+    return list({Signature.of(s for s in nodes if s.gpus) for nodes in found})
+
+
+def test_tables_of_the_version_before_are_read_and_have_no_others(data: bytes) -> None:
+    table = GearTable(data)
+    header, entries = table.header, {}
+    for signature in table.signatures():
+        entry = table.find(signature)
+        assert entry is not None
+        entries[signature] = msgspec.structs.replace(entry, others=())
+    plain = encode(header, entries)
+    cut = msgspec.msgpack.Encoder()
+    old_entries = {s: cut.encode(list(msgspec.to_builtins(e))[:6]) for s, e in entries.items()}
+    assert all(
+        msgspec.msgpack.decode(blob, type=TableEntry) == entries[s]
+        for s, blob in old_entries.items()
+    )
+    old = GearTable(plain[:7] + b"\x01" + plain[8:])
+    assert old.gear(POOL) == table.gear(POOL) and old.others(POOL) == ()
 
 
 def test_damage_is_seen(data: bytes) -> None:
