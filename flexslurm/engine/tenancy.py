@@ -124,7 +124,11 @@ class Tenancy:
             if self._build():
                 self._serve()
         finally:
-            self._tear_down()
+            try:
+                self._tear_down()
+            except Exception:  # nobody knows what it holds now
+                log.exception("epoch %d: it could not be torn down", self.epoch)
+                self._host.ended(self.epoch, False)
 
     def _build(self) -> bool:
         """Whether the epoch serves now; what went wrong has been told."""

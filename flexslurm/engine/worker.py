@@ -256,10 +256,17 @@ class Worker:
         ).start()
 
     def _bury(self, tenancy: Tenancy, order: Retire) -> None:
+        """Close an epoch; a process that cannot say that it is closed ends."""
         time.sleep(min(max(order.after_s, 0.0), _MOST_AFTER_S))
         keep_weights = order.keep_weights
         log.info("epoch %d: retiring (%s)", tenancy.epoch, tenancy.phase)
-        if tenancy.retire(_RETIRE_WITHIN_S, keep_weights=keep_weights):
+        try:
+            ended = tenancy.retire(_RETIRE_WITHIN_S, keep_weights=keep_weights)
+        except Exception:  # whatever it is, its memory would never be free again
+            log.exception("epoch %d cannot be closed: ending the process", tenancy.epoch)
+            self._end(Exit.STUCK)
+            return
+        if ended:
             if not keep_weights:  # it may have been told to keep them before, and changed its mind
                 self._transfers.let_go(tenancy.epoch, _LET_GO_WITHIN_S)
             self._send(Retired(worker=self._incarnation, epoch=tenancy.epoch))

@@ -29,7 +29,7 @@ ANYWHERE = (
     "transfer.chunk:1+:slow", "transfer.connect:1:raise", "install.groups:1:raise",
     "install.weights:1:raise", "install.weights:1:exit", "cutover.pull:1:raise",
     "cutover.pull:1:exit", "step:4:raise", "step:4:exit", "retire:1:exit",
-    "checkpoint.write:1+:full",
+    "retire:1:raise", "checkpoint.write:1+:full",
 )  # fmt: skip
 PARKING = ("transfer.park:1+:full", "transfer.park:2:raise", "transfer.park:1:exit")
 
@@ -128,7 +128,10 @@ class Schedule:
             self._lose_head(under_way)
         elif dice < 0.2:
             self._notice()
+        live = sum(self.asks[n].finish is None for n in under_way)
         field.service.until(lambda status: self._serves_again(status, fault))
+        struck = "struck" if field.struck() else "never came"
+        self.told[-1] += f" ({struck}; {live} of {len(under_way)} streams under way)"
 
     def _fault(self) -> str:
         """Something at any point, or something that is done to a process in any phase."""

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexslurm.engine import faults
 from flexslurm.engine.nursery_server import WorkerSpec
 from flexslurm.engine.tenancy import Tenancy
 from flexslurm.engine.worker import Exit, Worker
 from flexslurm.gear import Replica, Slot, Stage
-from flexslurm.messages import Install, Peer
+from flexslurm.messages import Install, Peer, Retire
 from flexslurm.wire.keys import create_keys
 
 
@@ -65,13 +66,25 @@ def test_an_epoch_that_leaves_nothing_ends_no_process(worker: Worker, tmp_path: 
     assert ended(worker, failing(worker, tmp_path / "none")) is Exit.ASKED
 
 
-@pytest.mark.parametrize("what", ["a group", "memory that is read"])
+@pytest.mark.parametrize("what", ["a group", "memory that is read", "who knows what"])
 def test_an_epoch_that_leaves_something_ends_its_process(
     worker: Worker, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenancy = failing(worker, tmp_path / "none")
     if what == "a group":
         monkeypatch.setattr(tenancy._groups, "close", lambda timeout_s: ["7/r0/s0"])
-    else:
+    elif what == "memory that is read":
         monkeypatch.setattr(worker._transfers, "close", lambda epoch, timeout_s: False)
+    else:
+        monkeypatch.setattr(worker._transfers, "close", lambda epoch, timeout_s: 1 / 0)
+    assert ended(worker, tenancy) is Exit.STUCK
+
+
+def test_an_epoch_that_cannot_be_closed_ends_its_process(worker: Worker, tmp_path: Path) -> None:
+    tenancy = failing(worker, tmp_path / "none")
+    faults.arm("retire:1:raise")
+    try:
+        worker._bury(tenancy, Retire(epoch=7))
+    finally:
+        faults.arm("")
     assert ended(worker, tenancy) is Exit.STUCK
