@@ -22,7 +22,7 @@ from flexslurm.engine.rate import Bucket, piece_bytes
 from flexslurm.engine.spans import Spans
 from flexslurm.engine.tenants import Tenant, Tenants
 from flexslurm.engine.transfer_client import Cancel, Fetched, Fetcher, Job
-from flexslurm.engine.transfer_wire import CHUNK_BYTES, AskPages, Ranges
+from flexslurm.engine.transfer_wire import CHUNK_BYTES, HURRIED_BYTES, AskPages, Ranges
 from flexslurm.errors import FlexslurmError, ProtocolError, StaleEpoch
 from flexslurm.messages import KvPulled, Message, PullKv
 
@@ -179,7 +179,7 @@ def _drain(
     for number in found.missing:
         found.left.remove(*sink.item(number))
     bucket = Bucket(rate_bytes_per_s) if rate_bytes_per_s > 0.0 else None
-    size = piece_bytes(rate_bytes_per_s, CHUNK_BYTES)
+    size = piece_bytes(rate_bytes_per_s, CHUNK_BYTES, HURRIED_BYTES)
     for start, stop in list(found.left):
         lo = start
         while lo < stop:

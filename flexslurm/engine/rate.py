@@ -25,8 +25,13 @@ class Bucket:
         return max(self._free_at - now, 0.0)
 
 
-def piece_bytes(bytes_per_s: float, most: int, least: int = 32 << 10, every_s: float = 0.02) -> int:
-    """How much to send at a time, so that a slow link is used evenly; 0 bytes/s: no limit."""
+def piece_bytes(
+    bytes_per_s: float, most: int, hurried: int, least: int = 32 << 10, every_s: float = 0.02
+) -> int:
+    """How much to send at a time, so that a slow link is used evenly.
+
+    `hurried`: where there is no limit, which 0 bytes/s is.
+    """
     if bytes_per_s <= 0.0:
-        return most
+        return hurried
     return max(min(int(bytes_per_s * every_s), most), least)

@@ -25,6 +25,7 @@ from flexslurm.engine.rate import Bucket, piece_bytes
 from flexslurm.engine.spans import Spans
 from flexslurm.engine.transfer_wire import (
     CHUNK_BYTES,
+    HURRIED_BYTES,
     AskPages,
     AskWeights,
     Channel,
@@ -206,7 +207,7 @@ class TransferServer:
         for number in missing:
             left.remove(*source.item(number))
         channel.send(Offer(source.total, missing))
-        size = piece_bytes(ask.rate_bytes_per_s, CHUNK_BYTES)
+        size = piece_bytes(ask.rate_bytes_per_s, CHUNK_BYTES, HURRIED_BYTES)
         for start, stop in left:
             lo = start
             while lo < stop:

@@ -29,7 +29,10 @@ from flexslurm.errors import ProtocolError
 from flexslurm.wire.keys import ServiceKeys
 
 MAGIC = b"flexslurm-data-1"
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
+"""At most: beside a gear that serves, each chunk takes the interpreter from it a few times."""
+HURRIED_BYTES = 1 << 20
+"""Where no rate bounds it: a link that turns out slow is told from one that is dead."""
 MAX_FRAME_BYTES = 16 << 20
 IO_TIMEOUT_S = 10.0
 """A peer that neither takes nor gives anything for so long is gone."""

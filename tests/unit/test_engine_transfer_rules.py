@@ -36,10 +36,10 @@ def test_a_bucket_is_never_faster_than_its_rate(sizes: list[int], pauses: list[f
 
 
 def test_slow_links_are_used_evenly() -> None:
-    assert piece_bytes(0.0, 1 << 20) == 1 << 20
-    assert piece_bytes(10e9, 1 << 20) == 1 << 20
-    assert piece_bytes(10e6, 1 << 20) == 200_000
-    assert piece_bytes(1e3, 1 << 20) == 32 << 10
+    assert piece_bytes(0.0, 4 << 20, 1 << 20) == 1 << 20
+    assert piece_bytes(10e9, 4 << 20, 1 << 20) == 4 << 20
+    assert piece_bytes(10e6, 4 << 20, 1 << 20) == 200_000
+    assert piece_bytes(1e3, 4 << 20, 1 << 20) == 32 << 10
 
 
 small = st.tuples(st.integers(0, 40), st.integers(0, 40))
