@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ class Kept:
     """Tokens per second."""
     beside: float
     kept: float
+    """The median of each window with a transfer over the mean of the two around it."""
+    noise: float
+    """The median of how far two neighbouring windows without a transfer are apart."""
 
 
 class End:
@@ -196,9 +200,8 @@ class Gear:
 
 
 def measure(gear: Gear, one: End, pipe: Connection, port: int, role: str, limit: float) -> Kept:
-    without, beside, rates = [], [], []
+    without, beside, rates = [gear.tokens_per_s(WINDOW_S)], [], []
     for _ in range(TURNS):
-        without.append(gear.tokens_per_s(WINDOW_S))
         if role == "source":
             pipe.send((one.transfers.port, limit))
             assert pipe.recv() == "begun"
@@ -207,14 +210,18 @@ def measure(gear: Gear, one: End, pipe: Connection, port: int, role: str, limit:
             rates.append((one.transfers.sent_bytes - before) / WINDOW_S)
             pipe.send("stop")
             assert pipe.recv() == "ended"
+            without.append(gear.tokens_per_s(WINDOW_S))
             continue
         before, began = sent(pipe), time.perf_counter()
         with pulling(one, "w-two", port, limit):
             beside.append(gear.tokens_per_s(WINDOW_S))
         rates.append((sent(pipe) - before) / (time.perf_counter() - began))
-    kept = statistics.median(b / w for b, w in zip(beside, without, strict=True))
+        without.append(gear.tokens_per_s(WINDOW_S))
     middle = statistics.median
-    return Kept(role, limit, middle(rates), middle(without), middle(beside), kept)
+    around = list(pairwise(without))
+    kept = middle(2 * b / (w + v) for b, (w, v) in zip(beside, around, strict=True))
+    noise = middle(abs(v - w) / w for w, v in around)
+    return Kept(role, limit, middle(rates), middle(without), middle(beside), kept, noise)
 
 
 def sent(pipe: Connection) -> int:
@@ -258,7 +265,8 @@ def main() -> int:
     for case in cases:
         print(
             f"{case.role:>7} at {case.limit / 1e6:5.0f} MB/s: {case.moved / 1e6:5.0f} MB/s moved, "
-            f"{case.without:6.0f} tokens/s without, {case.beside:6.0f} beside: {case.kept:.1%} kept"
+            f"{case.without:6.0f} tokens/s without, {case.beside:6.0f} beside: {case.kept:.1%} kept "
+            f"(undisturbed windows differ by {case.noise:.1%})"
         )
     if "--json" in sys.argv:
         file = Path(sys.argv[sys.argv.index("--json") + 1])
