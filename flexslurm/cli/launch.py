@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexslurm.cli.head_end import ended_early
 from flexslurm.cli.job_names import head_job
 from flexslurm.cli.launch_facts import LaunchFacts, gather_facts
 from flexslurm.cli.service_places import service_directory
@@ -270,10 +271,8 @@ def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
     reason = f" ({info.reason})" if info.reason else ""
     _tell(told, "head", f"{str(info.state).lower()}{reason}", say)
     if info.state.over:
-        raise ServiceError(
-            f"the head has ended before it served:\n{log_tail(plan.directory.logs / 'head')}",
-            hint=f"the whole log: flexslurm logs {called(plan)} head",
-        )
+        log = log_tail(plan.directory.logs / "head", lines=50).splitlines()
+        raise ended_early([line[2:] for line in log], info.exit_code, called(plan))
 
 
 def log_tail(folder: Path, lines: int = 8) -> str:
