@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Message)
 class EngineHead:
     """Runs in a thread of its own; everything but rendezvous and beats is kept in `heard`."""
 
-    def __init__(self, folder: Path, *, beat_s: float = 0.2, lost_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, *, beat_s: float = 0.2, lost_s: float = 60.0) -> None:
         self.keys_path = folder / "keys.json"
         self._keys = create_keys(self.keys_path)
         self.welcome = WorkerWelcome(head="head-1", beat_s=beat_s, lost_s=lost_s)
@@ -44,7 +44,7 @@ class EngineHead:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
 
     @property
     def endpoint(self) -> str:
@@ -100,7 +100,7 @@ class EngineHead:
         self,
         kind: type[M],
         accept: Callable[[str, M], bool] = lambda _sender, _message: True,
-        timeout_s: float = 30.0,
+        timeout_s: float = 60.0,
         since: int = 0,
     ) -> tuple[str, M]:
         """The first message of a kind, heard or to come; fails the test after `timeout_s`."""
@@ -118,5 +118,5 @@ class EngineHead:
 
     def close(self) -> None:
         self._call(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()

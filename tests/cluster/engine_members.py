@@ -52,7 +52,7 @@ class Member:
         self,
         epoch: int,
         ranks: tuple[int, ...] | None = None,
-        form_timeout_s: float = 10.0,
+        form_timeout_s: float = 60.0,
         name: str = "",
     ) -> Group:
         """A formed group of these ranks, in this order; all by default."""
@@ -96,11 +96,11 @@ def works(member: Member) -> None:
     sums = {"first": all_reduce(first), "second": float(deepspeed_sum[0])}
     ranks = torch.distributed.get_rank(first.handle), torch.distributed.get_world_size(first.handle)
     member.say("sums", **sums, ranks=ranks)
-    member.rendezvous.meet(1, "done", member.size, 10)
-    open_first = first.close(2.0)
+    member.rendezvous.meet(1, "done", member.size, 60)
+    open_first = first.close(20.0)
     member.say("closed", clean=open_first, second=all_reduce(second))
-    member.rendezvous.meet(2, "done", member.size, 10)
-    member.say("closed both", clean=second.close(2.0), ports=len(sockets.listening()) - quiet)
+    member.rendezvous.meet(2, "done", member.size, 60)
+    member.say("closed both", clean=second.close(20.0), ports=len(sockets.listening()) - quiet)
 
 
 def links(member: Member) -> None:
@@ -111,17 +111,16 @@ def links(member: Member) -> None:
     if member.rank == 0:
         _send_five(member, groups)
     else:
-        time.sleep(1.0)
+        member.rendezvous.get(1, "sent", 30)
         _receive_five(member, groups[0])
-    member.rendezvous.meet(1, "done", member.size, 10)
-    member.say("closed", clean=all(group.close(2.0) for group in groups))
+    member.rendezvous.meet(1, "done", member.size, 60)
+    member.say("closed", clean=all(group.close(20.0) for group in groups))
 
 
 def _send_five(member: Member, groups: list[Group]) -> None:
     sent = [torch.full((1 << 16,), float(number)) for number in range(5)]
-    began = time.monotonic()
     tickets = [group.broadcast(tensor) for tensor in sent for group in groups]
-    member.say("sent", s=round(time.monotonic() - began, 3))
+    member.rendezvous.set(1, "sent", b"1")
     for ticket in tickets:
         ticket.wait()
 
@@ -137,7 +136,7 @@ def _prepared(member: Member) -> Group:
     start_default_world(CPU)
     group = member.group(1)
     all_reduce(group)
-    member.rendezvous.meet(1, "begin", member.size, 10)
+    member.rendezvous.meet(1, "begin", member.size, 60)
     return group
 
 
@@ -147,7 +146,7 @@ def killed_in_all_reduce(member: Member) -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     member.timed("all-reduce", lambda: all_reduce(group))
-    member.timed("close", lambda: group.close(2.0))
+    member.timed("close", lambda: group.close(20.0))
 
 
 def killed_among_many(member: Member) -> None:
@@ -161,7 +160,7 @@ def killed_among_many(member: Member) -> None:
             all_reduce(group)
 
     member.timed("all-reduces", go_on)
-    member.timed("close", lambda: group.close(2.0))
+    member.timed("close", lambda: group.close(20.0))
 
 
 def killed_in_receive(member: Member) -> None:
@@ -170,7 +169,7 @@ def killed_in_receive(member: Member) -> None:
     last = member.size - 1
     own = [pair for pair in ((last, 0), (0, 1)) if member.rank in pair]
     groups = [member.group(1, pair) for pair in own]
-    member.rendezvous.meet(1, "begin", member.size, 10)
+    member.rendezvous.meet(1, "begin", member.size, 60)
     if member.rank == last:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -189,7 +188,7 @@ def stopped_in_all_reduce(member: Member) -> None:
     member.timed("all-reduce", lambda: all_reduce(group))
     member.timed("again", lambda: all_reduce(group))
     began = time.monotonic()
-    clean = group.close(2.0)
+    clean = group.close(20.0)
     member.say("closed", clean=clean, s=round(time.monotonic() - began, 3))
 
 
@@ -199,7 +198,7 @@ def aborted_in_the_middle(member: Member) -> None:
     slowest = slowest_close = 0.0
     for number in range(8):
         group = member.group(1, name=f"/{number}")
-        member.rendezvous.meet(1, f"formed{number}", member.size, 20)
+        member.rendezvous.meet(1, f"formed{number}", member.size, 60)
 
         def go_on(group: Group = group) -> None:
             with contextlib.suppress(RuntimeError, FlexslurmError):
@@ -211,12 +210,12 @@ def aborted_in_the_middle(member: Member) -> None:
         time.sleep(0.02 + 0.002 * ((number * 7 + member.rank * 3) % 5))
         began = time.monotonic()
         group.abort()
-        thread.join(10)
+        thread.join(60)
         slowest = max(slowest, time.monotonic() - began)
         began = time.monotonic()
-        assert group.close(2.0)
+        assert group.close(20.0)
         slowest_close = max(slowest_close, time.monotonic() - began)
-        member.rendezvous.meet(1, f"again{number}", member.size, 20)
+        member.rendezvous.meet(1, f"again{number}", member.size, 60)
     member.say("came back", s=round(slowest, 3), close_s=round(slowest_close, 3))
 
 

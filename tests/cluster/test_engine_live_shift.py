@@ -112,7 +112,7 @@ def test_a_broken_connection_is_resumed(
     world: World, tiny_model: Path, greedy: list[list[int]]
 ) -> None:
     shifter = Shifter(world, tiny_model, lines())
-    old, new = one_after_another(world, shifter, "transfer.chunk:2:raise, transfer.chunk:9:raise")
+    old, new = one_after_another(world, shifter, "transfer.chunk:2:raise, transfer.chunk:4:raise")
     (answer,) = shifter.installed(new)
     assert answer.moved_bytes == moved_bytes_of(shifter, new)
     assert shifter.carry(old, new, rounds=3) == {}
@@ -127,7 +127,7 @@ def test_a_wrong_checksum_is_asked_for_again(
 ) -> None:
     shifter = Shifter(world, tiny_model, lines())
     old, new = one_after_another(
-        world, shifter, "transfer.corrupt:1:spoil, transfer.corrupt:7:spoil"
+        world, shifter, "transfer.corrupt:1:spoil, transfer.corrupt:3:spoil"
     )
     shifter.installed(new)
     assert shifter.carry(old, new, rounds=3) == {}

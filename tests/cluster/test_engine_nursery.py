@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -31,7 +32,7 @@ def own_node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[EngineHead]:
-    head = EngineHead(tmp_path, lost_s=1.5)
+    head = EngineHead(tmp_path)
     yield head
     head.close()
 
@@ -55,13 +56,13 @@ def test_a_worker_starts_at_once_and_says_hello(node: Node, head: EngineHead) ->
     node.spawn(head, 0)
     seconds = []
     for gpu in (1, 2, 3):
-        began = time.monotonic()
         started = node.spawn(head, gpu)
         sender, hello = head.wait(WorkerHello, lambda _, message, g=gpu: message.gpu == g)  # type: ignore[misc]
-        seconds.append(time.monotonic() - began)
+        used = psutil.Process(started.pid).cpu_times()
+        seconds.append(used.user + used.system)
         assert sender == started.worker == hello.worker
         assert (hello.pid, hello.agent, hello.device) == (started.pid, "agent-1", "cpu")
-    assert min(seconds) < 1.5  # the import alone takes several times that
+    assert min(seconds) < 1.5  # of computing: the import alone takes several times that
     for started in list(node.nursery.running.values()):
         node.stop(started.worker, 2.0)
         ended = node.wait_ended(started.worker)
@@ -76,10 +77,10 @@ def test_ends_are_told_as_they_are(node: Node, head: EngineHead) -> None:
     for started in (killed, exited):
         head.wait(WorkerHello, lambda sender, _, s=started: sender == s.worker)  # type: ignore[misc]
     os.kill(killed.pid, signal.SIGKILL)
-    ended = node.wait_ended(killed.worker, 5.0)
+    ended = node.wait_ended(killed.worker)
     assert (ended.exit_code, ended.reason) == (-9, "was killed by SIGKILL")
     head.send(exited.worker, WorkerExit(reason="a test"))
-    assert node.wait_ended(exited.worker, 5.0).exit_code == 0
+    assert node.wait_ended(exited.worker).exit_code == 0
 
 
 def test_signals_that_slurm_sends_to_all_do_not_end_a_worker(node: Node, head: EngineHead) -> None:
@@ -90,7 +91,7 @@ def test_signals_that_slurm_sends_to_all_do_not_end_a_worker(node: Node, head: E
         os.kill(started.pid, number)
         os.kill(node.nursery.server_pid, number)
     before = head.beats.get(started.worker, 0.0)
-    wait_until(lambda: head.beats.get(started.worker, 0.0) > before, 5.0, "no beat after signals")
+    wait_until(lambda: head.beats.get(started.worker, 0.0) > before, 60.0, "no beat after signals")
     node.stop(started.worker, 2.0)
     assert node.wait_ended(started.worker).exit_code == 0
 
@@ -101,26 +102,27 @@ def test_a_worker_that_hangs_is_killed_after_the_grace(node: Node, head: EngineH
     os.kill(started.pid, signal.SIGSTOP)
     began = time.monotonic()
     node.stop(started.worker, 0.4)
-    ended = node.wait_ended(started.worker, 5.0)
+    ended = node.wait_ended(started.worker)
     assert ended.exit_code == -9 and ended.reason == "was stopped"
     assert time.monotonic() - began >= 0.4
 
 
 def test_a_worker_ends_when_its_head_is_silent(node: Node, head: EngineHead) -> None:
+    head.welcome = msgspec.structs.replace(head.welcome, lost_s=1.5)
     started = node.spawn(head, 0)
-    wait_until(lambda: started.worker in head.beats, 5.0, "no beat")
+    wait_until(lambda: started.worker in head.beats, 60.0, "no beat")
     head.answering = False
-    assert node.wait_ended(started.worker, 5.0).exit_code == 3
+    assert node.wait_ended(started.worker).exit_code == 3
 
 
 def test_a_worker_belongs_to_one_head(node: Node, head: EngineHead) -> None:
     started, refused = node.spawn(head, 0), node.spawn(head, 1)
     for worker in (started.worker, refused.worker):
-        wait_until(lambda w=worker: w in head.beats, 5.0, "no beat")  # type: ignore[misc]
+        wait_until(lambda w=worker: w in head.beats, 60.0, "no beat")  # type: ignore[misc]
     head.send(refused.worker, Refused(reason="not wanted"))
-    assert node.wait_ended(refused.worker, 5.0).exit_code == 4
+    assert node.wait_ended(refused.worker).exit_code == 4
     head.send(started.worker, WorkerWelcome(head="head-2", beat_s=0.2, lost_s=5.0))
-    assert node.wait_ended(started.worker, 5.0).exit_code == 3
+    assert node.wait_ended(started.worker).exit_code == 3
 
 
 def test_a_worker_without_keys_says_why(node: Node, head: EngineHead, tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_worker_without_keys_says_why(node: Node, head: EngineHead, tmp_path: 
     except EnvironmentFault as error:  # it may end before its start has been told
         assert "exit code 1" in error.message
         return
-    assert node.wait_ended(started.worker, 5.0).exit_code == 1
+    assert node.wait_ended(started.worker).exit_code == 1
     text = started.log.read_text()
     assert "cannot read the service's keys" in text and "Traceback" not in text
 
@@ -143,9 +145,9 @@ def test_a_lost_fork_server_takes_its_workers_along_and_comes_back(
     assert node.nursery.server_pid is not None
     os.kill(node.nursery.server_pid, signal.SIGKILL)
     for started in first:
-        ended = node.wait_ended(started.worker, 5.0)
+        ended = node.wait_ended(started.worker)
         assert ended.exit_code is None and "fork server" in ended.reason
-        wait_until(lambda pid=started.pid: not alive(pid), 6.0, "a worker outlives the fork server")  # type: ignore[misc]
+        wait_until(lambda pid=started.pid: not alive(pid), 60.0, "a worker outlives its server")  # type: ignore[misc]
     again = node.spawn(head, 0)
     head.wait(WorkerHello, lambda sender, _: sender == again.worker)
     node.stop(again.worker, 2.0)
@@ -170,16 +172,16 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: subprocess.Popen[str]) 
     pids += json.loads(agent.stdout.readline())["workers"]
     assert all(alive(pid) for pid in pids)
     agent.kill()
-    agent.wait(5)
-    wait_until(lambda: not any(alive(pid) for pid in pids), 6.0, "orphans")
+    agent.wait(60)
+    wait_until(lambda: not any(alive(pid) for pid in pids), 60.0, "orphans")
 
 
 def test_a_fork_server_that_is_still_importing_notices_too(agent: subprocess.Popen[str]) -> None:
     assert agent.stdout is not None
     server = json.loads(agent.stdout.readline())["server"]
     agent.kill()
-    agent.wait(5)
-    wait_until(lambda: not alive(server), 30.0, "an orphaned fork server")
+    agent.wait(60)
+    wait_until(lambda: not alive(server), 60.0, "an orphaned fork server")
 
 
 def test_a_fork_server_that_cannot_start_says_so_and_is_not_tried_for_ever(

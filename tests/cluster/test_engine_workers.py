@@ -42,7 +42,7 @@ SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, repetition_penalty=
 PROMPTS = prompts_of(240, (3, 11, 1, 7), seed=5)
 WANTED = 9
 # On an idle machine most take a tenth of a second, none two; an operation's timeout is 60 s.
-PROMPT_S = 6.0
+PROMPT_S = 25.0
 
 
 @pytest.fixture
@@ -239,13 +239,13 @@ def test_acted_steps_take_the_time_they_are_given(world: World, tiny_model: Path
     cost |= {"weights_s": 0.06, "token_s": 0.001, "fixed_s": 0.01}
     replica = replica_of([2, 4], [1, 1])
     placed = world.install(1, tiny_model, replica, pacing=Pacing(acted=cost))
-    running = lines()
-    began = time.monotonic()
-    world.drive(placed, running, chunk=64)
     # two micro-batches share two stages of 70 ms: one ends every 70 ms, two stages deep
-    took = time.monotonic() - began
-    expected = (2 * WANTED + 1) * 0.07
-    assert expected <= took < expected * 1.35 + 1.0
+    expected, took = (2 * WANTED + 1) * 0.07, []
+    while not took or (min(took) >= expected * 1.8 and len(took) < 6):
+        began = time.monotonic()
+        world.drive(placed, lines(), chunk=64)
+        took.append(time.monotonic() - began)
+    assert expected <= min(took) < expected * 1.8, "one after the other it is twice as long"
     done = [m.compute_s for _, _, m in world.head.heard if isinstance(m, StepDone)]
     assert all(0.0699 < seconds < 0.0701 for seconds in done)
     # a step that sleeps is broken off too
