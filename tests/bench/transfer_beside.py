@@ -265,8 +265,8 @@ def main() -> int:
     for case in cases:
         print(
             f"{case.role:>7} at {case.limit / 1e6:5.0f} MB/s: {case.moved / 1e6:5.0f} MB/s moved, "
-            f"{case.without:6.0f} tokens/s without, {case.beside:6.0f} beside: {case.kept:.1%} kept "
-            f"(undisturbed windows differ by {case.noise:.1%})"
+            f"{case.without:6.0f} tokens/s without, {case.beside:6.0f} beside: {case.kept:.1%} "
+            f"kept (undisturbed windows differ by {case.noise:.1%})"
         )
     if "--json" in sys.argv:
         file = Path(sys.argv[sys.argv.index("--json") + 1])
