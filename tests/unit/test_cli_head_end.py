@@ -40,7 +40,12 @@ def test_codes_of_the_table_are_kept(code: int | None, exit_code: int) -> None:
 
 @pytest.mark.parametrize(
     "log",
-    [[], ["slurmstepd: error: no memory"], [f"{STAMP} E once", f"{STAMP} I went on", "Killed"]],
+    [
+        [],
+        ["slurmstepd: error: no memory"],
+        [f"{STAMP} E once", f"{STAMP} I went on", "Killed"],
+        [f"{STAMP} E a bug", "Traceback (most recent call last):", "ValueError"],
+    ],
 )
 def test_without_a_last_word_the_log_speaks(log: list[str]) -> None:
     error = ended_early(log, 8, "chat")
