@@ -101,8 +101,8 @@ def summary(figures: list[ShiftFigures]) -> list[str]:
         lines.append(
             f"{len(found)} {mode}: pause {median(pauses):.3f} s in the median, {max(pauses):.3f} s "
             f"at most; longest extra gap {median(steps or [0]):.1f} decode steps in the median, "
-            f"{max(steps, default=0):.1f} at most, {max(beyond, default=0):.1f} beyond the last "
-            f"move; at most {max(shares, default=0):.4f} of a cold restart"
+            f"{max(steps, default=0):.1f} at most, {max(beyond, default=0):.1f} beyond the "
+            f"moves in it; at most {max(shares, default=0):.4f} of a cold restart"
         )
     moved = [one.transfer_to_link for one in figures if one.bytes_moved]
     lines.append(

@@ -40,7 +40,10 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     gap_steps: float | None
     """The longest extra gap in decode steps."""
     gap_steps_beyond_move: float | None
-    """The same without the last move of the pause, which takes what its bytes take."""
+    """The same without the bytes that move in the pause, which take what they take.
+
+    Beside a serving gear these are the last blocks, where gears do not fit weights and KV.
+    """
     pause_s: float
     """Of the head's own history: from the pause of the old gear to the start of the new one."""
     drain_s: float
@@ -159,6 +162,7 @@ def _figures(
     gap_s, recompute_s, step_s = one.extra_gap_s, other.extra_gap_s, one.step_s
     transfer_s = float(line["weights_move_s"]) + float(line["kv_move_s"])
     moved, last_move_s = moved_bytes(line), float(switched["last_move_s"])
+    in_pause_s = last_move_s if line["mode"] == "beside" else min(transfer_s, last_move_s)
     return ShiftFigures(
         before=str(line["from"]),
         after=str(line["to"]),
@@ -168,7 +172,7 @@ def _figures(
         decode_step_s=round(step_s, 4),
         undisturbed_extra_gap_s=round(calm_extra_gap_s(calm), 4),
         gap_steps=None if gap_s is None else round(gap_s / step_s, 2),
-        gap_steps_beyond_move=_steps(gap_s, last_move_s, step_s),
+        gap_steps_beyond_move=_steps(gap_s, in_pause_s, step_s),
         pause_s=float(line["pause_s"]),
         drain_s=float(switched["drain_s"]),
         last_move_s=last_move_s,
@@ -187,8 +191,8 @@ def _figures(
     )
 
 
-def _steps(gap_s: float | None, last_move_s: float, step_s: float) -> float | None:
-    return None if gap_s is None else round(max(gap_s - last_move_s, 0.0) / step_s, 2)
+def _steps(gap_s: float | None, move_s: float, step_s: float) -> float | None:
+    return None if gap_s is None else round(max(gap_s - move_s, 0.0) / step_s, 2)
 
 
 def _rounded(seconds: float | None) -> float | None:

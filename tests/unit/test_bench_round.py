@@ -114,7 +114,7 @@ def test_shifts_are_printed_side_by_side_and_in_sum() -> None:
     [beside, park, transfers, link] = summary([figures(0.04, 0.01), figures(0.10, 0.03),
                                     figures(None, 0.5, "park")])  # fmt: skip
     assert "2 beside: pause 0.020 s in the median, 0.030 s at most" in beside
-    assert "3.5 decode steps in the median, 5.0 at most, 4.5 beyond the last move; at" in beside
+    assert "3.5 decode steps in the median, 5.0 at most, 4.5 beyond the moves in it; at" in beside
     assert "at most 0.0100 of" in beside and "3 of 3 transfers took at most 1.5" in transfers
     assert park.startswith("1 park: pause 0.500 s") and "500 to 500 MB/s beside" in link
     assert all(line in shown for line in (beside, park, transfers, link))
