@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -32,42 +28,24 @@ def bench() -> None:
     help="Also write the figures there, a list with one object a shift.",
 )
 @click.option("--quick", is_flag=True, help="A smaller model and fewer shifts.")
-@click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
+@shared.KEEP
 def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
     """Change gears under streams on virtual GPUs, and print what each shift cost."""
     import msgspec
 
     from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts
+    from flexslurm.cli.endings import scratch_directory
 
-    home = Path(tempfile.mkdtemp(prefix="flexslurm-shifts-"))
-    try:
-        with sigterm_raises():
-            figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
-    finally:
+    with scratch_directory("flexslurm-shifts-", keep=keep) as home:
         if keep:
             click.echo(f"kept: {home}")
-        else:
-            shutil.rmtree(home, ignore_errors=True)
+        figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
     click.echo(table(figures))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
     wrong = [f"{one.before} to {one.after}" for one in figures if not one.tokens_equal]
     if wrong:
         raise ServiceError(f"tokens differ from the undisturbed run's: {'; '.join(wrong)}")
-
-
-@contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """A SIGTERM ends us as Ctrl-C does, so that the services are ended first."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def table(figures: list[ShiftFigures]) -> str:

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
 
 if TYPE_CHECKING:
     from flexslurm.config.sources import Setting
 
-_FILE = click.Path(path_type=Path)
-_SERVICE = click.option("--service", "service_file", metavar="SERVICE.yaml", type=_FILE)
-_SITE = click.option(
-    "--site", "site_file", metavar="SITE.yaml", type=_FILE, envvar="FLEXSLURM_SITE"
-)
 _SET = click.option(
     "--set",
     "overrides",
@@ -33,11 +29,11 @@ def config() -> None:
 
 
 @config.command()
-@_SERVICE
-@_SITE
+@click.option("--service", "service_file", metavar="SERVICE.yaml", type=shared.PATH)
+@shared.site("What the cluster is made of.")
 @_SET
 @click.option("--changed", is_flag=True, help="Only what differs from the defaults.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shared.JSON
 def show(
     service_file: Path | None,
     site_file: Path | None,
@@ -103,15 +99,8 @@ def _as_text(found: dict[str, list[Setting]]) -> str:
 
 
 @config.command()
-@click.option("--service", "service_file", metavar="SERVICE.yaml", type=_FILE, required=True)
-@click.option(
-    "--site",
-    "site_file",
-    metavar="SITE.yaml",
-    type=_FILE,
-    envvar="FLEXSLURM_SITE",
-    required=True,
-)
+@click.option("--service", "service_file", metavar="SERVICE.yaml", type=shared.PATH, required=True)
+@shared.SITE
 @_SET
 @click.option("--cluster", type=click.Choice(["slurm", "local"]), default="slurm")
 def check(service_file: Path, site_file: Path, overrides: tuple[str, ...], cluster: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.errors import ServiceError
 
 
@@ -25,7 +26,7 @@ from flexslurm.errors import ServiceError
     help="A prepared checkpoint; default: SmolLM2-135M-Instruct, prepared first.",
 )
 @click.option("--local", is_flag=True, help="Local processes, even where a Slurm could be had.")
-@click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
+@shared.KEEP
 def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) -> None:
     """Serve a small model on a private Slurm, lose a pilot in mid-stream, and see it go on."""
     import msgspec

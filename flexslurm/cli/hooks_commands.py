@@ -102,7 +102,7 @@ def install(
 @hooks.command()
 @click.argument("name", required=False)
 @_SITE
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shared.JSON
 def status(name: str | None, site_file: Path | None, as_json: bool) -> None:
     """Which hooks this cluster has, from Slurm's own configuration."""
     from flexslurm.slurm.hook_files import HOOKS, hook_named

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.cli.quiet_stdout import only_ours_on_stdout
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 200
 """Allocations that are all planned without being asked for."""
 MOST_PICTURES = 8
-_FILE = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Results:
 
 @click.command()
 @click.option("--model", required=True, help="Checkpoint directory, config.json or a known name.")
-@click.option("--site", "site_file", type=_FILE, envvar="FLEXSLURM_SITE", metavar="SITE.yaml")
+@shared.site("GPU types and links; without it the catalogue's.")
 @click.option("--pool", required=True, metavar="TYPE:GPUSxNODES,…", help="As a100:4x8,l40s:2x16.")
 @click.option("--workload", metavar="in=512,out=128,rate=2/s", help="Mean lengths, and a rate.")
 @click.option("--slo", metavar="ttft=2s,tpot=50ms", help="Targets that estimates must meet.")
@@ -75,17 +75,21 @@ class Results:
 @click.option("--max-context", type=click.IntRange(2))
 @click.option("--memory-fraction", type=click.FloatRange(0.01, 1.0), default=0.9)
 @click.option(
-    "--profile", "profiles", type=_FILE, multiple=True, help="Measured CSV, or a directory of them."
+    "--profile",
+    "profiles",
+    type=shared.PATH,
+    multiple=True,
+    help="Measured CSV, or a directory of them.",
 )
-@click.option("--links", type=_FILE, help="Links between nodes, as `flexslurm probe` wrote them.")
-@click.option("--out", type=_FILE, help="Write the gear table of all allocations.")
+@click.option("--links", type=shared.PATH, help="What `flexslurm probe` wrote.")
+@click.option("--out", type=shared.PATH, help="Write the gear table of all allocations.")
 @click.option("--every", is_flag=True, help="Plan every allocation, however many.")
 @click.option("--explain", metavar="ALLOCATION", help="Why its gear is as it is.")
 @click.option("--what-if", metavar="+TYPE:GPUSxNODES", help="What more GPUs would bring.")
 @click.option("--capacity", metavar="rate=20/s,in=…,out=…", help="The cheapest part of the pool.")
 @click.option("--price", metavar="TYPE=COST,…", help="For --capacity; default: every GPU costs 1.")
-@click.option("--picture", type=_FILE, help="For --capacity: save the curve (.png, .svg, .pdf).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--picture", type=shared.PATH, help="For --capacity: the curve (.png, .svg, .pdf).")
+@shared.JSON
 def plan(**options: Any) -> None:
     """Show the gears for a model and a pool of GPUs.
 

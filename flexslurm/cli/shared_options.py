@@ -38,6 +38,7 @@ SERVICE_DIR = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress.")
+KEEP = click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
 FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
 TO_FILE = click.option("--to", "target", metavar="FILE", type=PATH, help="Default: print it.")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ def site() -> None:
 
 
 @site.command()
-@click.option(
-    "--to", "target", metavar="FILE", type=click.Path(path_type=Path), help="Default: print it."
-)
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@shared.TO_FILE
+@shared.FORCE
 @click.option("--cluster", metavar="NAME", help="One of several clusters, as for sbatch -M.")
 @click.option(
     "--command",
@@ -179,9 +178,9 @@ def _sandbox(config: dict[str, str]) -> SandboxConfig | None:
 
 
 @site.command()
-@click.argument("site_file", metavar="SITE.yaml", type=click.Path(path_type=Path))
+@click.argument("site_file", metavar="SITE.yaml", type=shared.PATH)
 @click.option("--offline", is_flag=True, help="Look at the file alone; ask no Slurm.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shared.JSON
 def check(site_file: Path, offline: bool, as_json: bool) -> None:
     """Say what is wrong with a site file, and how much warning each partition gives."""
     from flexslurm.config.check import check_slurm_conf

@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import leaks
 import yaml
 
-from flexslurm.cli.bench_commands import sigterm_raises
+from flexslurm.cli.endings import endings_raise
 
 os.environ[leaks.TOKEN_VARIABLE] = uuid.uuid4().hex
 
@@ -318,5 +318,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with sigterm_raises():
+    with endings_raise():
         sys.exit(main(sys.argv[1:]))

@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch
 
-from flexslurm.cli.bench_commands import sigterm_raises
+from flexslurm.cli.endings import endings_raise
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
@@ -275,5 +275,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with sigterm_raises():
+    with endings_raise():
         sys.exit(main())
