@@ -364,7 +364,8 @@ class Control:
         self.last_shift_at = now
         self.watch.whole(now)
         self.history.append(report_of(now, shift, "committed"))
-        self._agenda.soon(now)  # what came or left meanwhile
+        # What came or left meanwhile: weighed when the first steps are out, not in the pause.
+        self._agenda.soon(now + self.settings.loss_settle_s)
         retires: list[Action] = []
         for key in closed:
             one = before.find(key) if before is not None else None
