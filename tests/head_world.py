@@ -76,6 +76,11 @@ class Gears:
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         return {}
 
+    def others(
+        self, agents: Sequence[AgentRecord], current: InstalledGear | None
+    ) -> Sequence[Gear]:
+        return ()
+
     def within_targets(self, gear: Gear, speed: float) -> float:
         return speed * gear.estimates.tokens_per_s
 

@@ -12,6 +12,7 @@ from flexslurm.control.horizon import Outlook
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.lives import Lives
 from flexslurm.control.members import AgentRecord, GpuAt, Members, signature_of
+from flexslurm.control.policy import same_layout
 from flexslurm.control.prospect import outlook_of
 from flexslurm.control.trends import corrected
 from flexslurm.control.watch import Watch
@@ -29,6 +30,12 @@ class GearSource(Protocol):
 
     def options(self, signature: Signature) -> Sequence[Gear]:
         """Gears that were named for use and that an allocation can hold."""
+        ...
+
+    def others(
+        self, agents: Sequence[AgentRecord], current: InstalledGear | None
+    ) -> Sequence[Gear]:
+        """Gears for these besides the best, such as one that is cheaper to reach."""
         ...
 
     def place(
@@ -77,13 +84,14 @@ def observe(
     outlook = _outlook(now, known, current, HORIZON_S) if current is not None else Outlook()
     horizon_s = max(outlook.known_end_s or 0.0, HORIZON_S)
     options = []
-    for gear in _reachable(now, best, known):
+    for gear, words in _reachable(now, best, known, current).values():
         ask = known.preview(now, gear)
         if ask is not None:
             price = ShiftPrice()
             if current is not None:
                 price = _corrected(planner.price(ask), current.gear, watch.corrections)
-            options.append(Option(gear, price, _outlook(now, known, ask.new, horizon_s)))
+            after = _outlook(now, known, ask.new, horizon_s)
+            options.append(Option(gear, price, after, words))
     now_and_then = [option.gear for option in options] + [
         gear
         for one in (outlook, *(option.outlook for option in options))
@@ -124,29 +132,48 @@ def _within(gears: Iterable[Gear], known: Known) -> dict[str, float]:
     }
 
 
-def _reachable(now: float, best: Gear | NoGear, known: Known) -> list[Gear]:
-    """Named for use, proven under load, without pilots that may be lost or end; the best gear."""
+def _reachable(
+    now: float, best: Gear | NoGear, known: Known, current: InstalledGear | None
+) -> dict[str, tuple[Gear, str]]:
+    """By name, with why they are looked at, where that is not plain; the best gear last.
+
+    Named for use, proven under load, without pilots that may be lost or end; cheaper to reach, or
+    nearly as good.
+    """
     usable, planner = known.members.usable(), known.planner
     present = signature_of(usable)
-    found = {gear.name: gear for gear in planner.options(present)}
+    found = {gear.name: (gear, "") for gear in planner.options(present)}
     for gear in known.watch.proven():
         if present.covers(gear.signature):
-            found.setdefault(gear.name, gear)
+            found.setdefault(gear.name, (gear, ""))
     for safer in _safer(now, usable, known.watch.lives):
         choice = planner.choose(signature_of(safer)) if safer else None
         if isinstance(choice, Gear):
-            found.setdefault(choice.name, choice)
+            found.setdefault(choice.name, (choice, ""))
     if isinstance(best, Gear):
-        found[best.name] = best
-    return list(found.values())
+        found[best.name] = best, ""
+    mine = [current.gear] if current is not None else []
+    for gear in planner.others(usable, current) if current is not None else ():
+        if not any(same_layout(gear, one) for one in (*mine, *(one for one, _ in found.values()))):
+            found[gear.name] = gear, gear.reason
+    return found
 
 
 def _safer(now: float, usable: Sequence[AgentRecord], lives: Lives) -> list[list[AgentRecord]]:
-    """Without each kind of pilot that is lost at times, and without those that end soon."""
+    """Without each kind of pilot that is lost at times, and without those that end soon.
+
+    Of those that end soon, without the one that is first, and without all.
+    """
     risky = sorted({lives.kind_of(one) for one in usable if lives.hazard_per_s(one) > 0})
     found = [[one for one in usable if lives.kind_of(one) != kind] for kind in risky]
-    lasting = [one for one in usable if one.ends_at is None or one.ends_at - now > _SOON_S]
-    return found if len(lasting) == len(usable) else [*found, lasting]
+    ends = {one.id: one.ends_at for one in usable if one.ends_at is not None}
+    soon = {agent: end for agent, end in ends.items() if end - now <= _SOON_S}
+    if soon:
+        first = min(soon.values())
+        pilots = {one.hello.fragment for one in usable if soon.get(one.id) == first}
+        found.append([one for one in usable if one.hello.fragment not in pilots])
+        found.append([one for one in usable if one.id not in soon])
+    return found
 
 
 def _corrected(price: ShiftPrice, current: Gear, factors: Mapping[str, float]) -> ShiftPrice:

@@ -40,9 +40,10 @@ class Weighed:
         return float("inf") if self.shift > 0 else 1.0
 
     def enough(self, benefit_ratio: float) -> bool:
-        if benefit_ratio <= 1 and self.rate >= self.stay_rate:
+        """Whether it is worth going; for a gear that is not the best, there must be some gain."""
+        if benefit_ratio <= 1 and self.rate >= self.stay_rate and not self.option.words:
             return True
-        return self.ratio >= benefit_ratio
+        return self.ratio >= benefit_ratio and (self.shift > self.stay or not self.option.words)
 
 
 Rate = Callable[[Gear], float]

@@ -64,6 +64,17 @@ class GearBook:
             self._ask(signature)
         return stand_in
 
+    def look(self, signature: Signature) -> Gear | None:
+        """The exact gear where it is known; asks nobody."""
+        found = self._known.get(signature)
+        if found is None and self._table is not None:
+            found = self._table.gear(signature)
+        return found if isinstance(found, Gear) else None
+
+    def others(self, signature: Signature) -> tuple[Gear, ...]:
+        """The next best gears of an allocation, where the table has some."""
+        return self._table.others(signature) if self._table is not None else ()
+
     def learn(self, signature: Signature, found: Found | None) -> None:
         """What was planned; None: planning failed, and the stand-in stays."""
         stand_in = self._asked.pop(signature, None)

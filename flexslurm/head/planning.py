@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.actions import PlanShift
 from flexslurm.control.choices import ShiftPrice
-from flexslurm.control.installed import InstalledGear
+from flexslurm.control.installed import InstalledGear, InstalledReplica
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import ShardMap
@@ -21,13 +22,14 @@ from flexslurm.engine.placing import place_gear
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.errors import CapacityError, ConfigError
-from flexslurm.gear import Gear, NoGear, Signature, Slot, slots
+from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
 from flexslurm.head.gear_book import GearBook
 from flexslurm.head.gear_tables import Progress, fits, full_pool, make_service_table, pilot_kinds
 from flexslurm.messages import Pacing
 from flexslurm.planner.build import no_gear
 from flexslurm.planner.files import load_acted, load_measured, load_spec, open_table
 from flexslurm.planner.hashing import inputs_hash
+from flexslurm.planner.keeping import KeptReplica, keeping_gear
 from flexslurm.planner.layouts import gear_of_layout, is_layout, replica_tokens_per_s
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
 from flexslurm.planner.planner import Planner
@@ -115,6 +117,29 @@ class ServicePlanner:
         """The gears named in the service file that an allocation can hold, the preferred first."""
         found = (self.choose(s) for s in self._named if signature.covers(s))
         return tuple(gear for gear in found if isinstance(gear, Gear))
+
+    def others(
+        self, agents: Sequence[AgentRecord], current: InstalledGear | None
+    ) -> tuple[Gear, ...]:
+        """Gears besides the best one: what leaves replicas as they are, and the next best.
+
+        Where members are lost or must leave, the next best are not worth the time to look at them.
+        """
+        nodes = {a.id: Shape(a.hello.gpu_type, len(a.hello.gpus)) for a in agents if a.hello.gpus}
+        kept = self._kept(current, nodes) if current is not None else None
+        stays = current is None or not (current.lost or current.agents - nodes.keys())
+        more = self.book.others(Signature.of(nodes.values())) if stays else ()
+        return (*((kept,) if kept else ()), *more)
+
+    def _kept(self, current: InstalledGear, nodes: Mapping[str, Shape]) -> Gear | None:
+        gear, speeds = current.gear, self.speeds(current.gear)
+        share = gear.estimates.tokens_per_s / sum(speeds.values())
+        kept = [
+            KeptReplica(one.replica, _nodes_of(one), speeds[number] * share)
+            for number, one in sorted(current.replicas.items())
+            if one.agents <= nodes.keys()
+        ]
+        return keeping_gear(gear, kept, nodes, self.book.look)
 
     @cached_property
     def _named(self) -> tuple[Signature, ...]:
@@ -222,6 +247,13 @@ class ServicePlanner:
             elif virtual.speed < 1.0:
                 paced[slot] = Pacing(speed=virtual.speed)
         return paced
+
+
+def _nodes_of(one: InstalledReplica) -> tuple[str, ...]:
+    """The agent that holds each stage: a stage's GPUs are of one node."""
+    agents = [seat.at.agent for seat in one.seats]
+    firsts = itertools.accumulate((stage.tp for stage in one.replica.stages[:-1]), initial=0)
+    return tuple(agents[first] for first in firsts)
 
 
 def plan_name(name: str) -> str:

@@ -79,6 +79,11 @@ class OneStagePerNode:
     def options(self, signature: Signature) -> Sequence[Gear]:
         return ()
 
+    def others(
+        self, agents: Sequence[AgentRecord], current: InstalledGear | None
+    ) -> Sequence[Gear]:
+        return ()
+
     def within_targets(self, gear: Gear, speed: float) -> float:
         return speed * gear.estimates.tokens_per_s
 
