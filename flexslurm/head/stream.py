@@ -1,7 +1,7 @@
 """The events of one API request on their way to its client; never drops, repeats or reorders one.
 
-The ledger holds the `EventChannel`, the client the `Stream`: a client that goes away without closing
-its stream lets it be collected, and that counts as closing.
+The ledger holds the `EventChannel`, the client the `Stream`: a client that goes away without
+closing its stream lets it be collected, and that counts as closing.
 """
 
 from __future__ import annotations
