@@ -141,7 +141,9 @@ def _turn_layers(shards: ShardMap, gpus: Mapping[str, _Gpu], arenas: Mapping[str
     """The most layers at a time that fit on every GPU; 0 where not even one by one does."""
     # GPUs of a replica that stays have no slot of another, and are no part of it.
     concerned = {worker: gpu for worker, gpu in gpus.items() if not gpu.kept}
-    for layers in (shards.info.num_layers, 1):
+    layers = 2 * shards.info.num_layers
+    while layers > 1:
+        layers = -(-layers // 2)  # each turn costs the pause a meeting of all workers
         if all(
             hand_over_peak(shards, gpu.held, gpu.need, layers) <= arenas.get(worker, 0)
             for worker, gpu in concerned.items()

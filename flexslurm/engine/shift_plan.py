@@ -147,7 +147,7 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         turn = self.memory.turn_layers
         if not turn:
             return "not even layer by layer do both fit: weights are read from the files"
-        layers = "all layers at once" if turn > 1 else "layer by layer"
+        layers = "layer by layer" if turn == 1 else f"up to {turn} layers at once"
         return f"weights are handed over from the old gear, {layers}, and not read from the files"
 
     def lines(self) -> tuple[str, ...]:

@@ -102,17 +102,19 @@ def test_the_plan_hands_over_what_does_not_fit_side_by_side() -> None:
             hand_over_peak(shards, [Holding(0, LAYERS, 2, rank)], [need], layers)
             for rank, need in enumerate((Holding(0, 3, 1, 0), Holding(3, LAYERS, 1, 0)))
         )
-        for layers in (1, LAYERS)
+        for layers in (1, 2, 3, LAYERS)
     }
     assert shards.weights_bytes(old) < turns[1] < turns[LAYERS] <= beside
     assert memory_of(shards, beside).verdict is MemoryVerdict.BESIDE
-    for arena, layers in ((turns[LAYERS] - 1, 1), (turns[1] - 1, 0)):
+    for arena in (turns[LAYERS] - 1, turns[3] - 1, turns[2] - 1, turns[1] - 1):
+        layers = max((n for n, most in turns.items() if most <= arena), default=0)
         plan = memory_of(shards, arena)
         assert (plan.verdict, plan.turn_layers) == (MemoryVerdict.STOP, layers)
         shift = plan_shift(shards, two_to_one(arena))
         read = shift.totals["weights"][LinkKind.CHECKPOINT]
         assert (read == 0) == (layers > 0)
-        words = "layer by layer, and not read" if layers else "are read from the files"
+        many = "layer by layer" if layers == 1 else f"up to {layers} layers at once"
+        words = f"{many}, and not read" if layers else "are read from the files"
         assert any(words in line for line in shift.lines())
 
 
