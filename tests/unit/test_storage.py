@@ -168,7 +168,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_draft(tmp_path: Pat
     before = sorted(storage.path.iterdir())
     faults.arm("checkpoint.write:1:full")
     try:
-        with pytest.raises(OSError, match="injected at checkpoint.write"):
+        with pytest.raises(OSError, match=r"injected at checkpoint\.write"):
             storage.save(checkpoint(8))
     finally:
         faults.arm("")
