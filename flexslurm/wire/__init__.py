@@ -1,1 +1,1 @@
-"""Messages between processes, the journal and telemetry; never decides anything."""
+"""Links between processes, and what they share on disk: journal, keys, files; decides nothing."""
