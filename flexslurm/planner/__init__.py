@@ -1,1 +1,1 @@
-"""From a model, a site and a pool to gears; pure: no clock, file, socket or torch."""
+"""From a model, a site and a pool to gears; pure but for `files`: no clock, socket or torch."""
