@@ -19,7 +19,14 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Tier
 from flexslurm.planner.published import config_of
-from flexslurm.planner.table import GearTable, Header, TableEntry, TablePipeline, encode
+from flexslurm.planner.table import (
+    GearTable,
+    Header,
+    OtherPlan,
+    TableEntry,
+    TablePipeline,
+    encode,
+)
 from flexslurm.planner.tabulate import OTHER_SHARE, PilotKind, make_table, pilots_of
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Slo, Workload
@@ -218,7 +225,8 @@ def test_a_hundred_thousand_signatures_load_and_answer_quickly(tmp_path: Path) -
     pool = Signature.parse("a:4x16,b:2x20,c:1x279")
     stages = tuple(Stage("a", 2, 8 * i, 8 * i + 8, 100, 0) for i in range(4))
     pipeline = TablePipeline(stages, 64, 4096, 100, 10.0, 0.1, 0.02, 3.0, (1, 2, 3, 4))
-    entry = TableEntry(((0, 4),), tuple(range(16)), 0, 0.0)
+    other = OtherPlan(((0, 3),), tuple(range(12)))
+    entry = TableEntry(((0, 4),), tuple(range(16)), 0, 0.0, others=(other,))
     shapes = (Shape("a", 4), Shape("b", 2), Shape("c", 1))
     every = itertools.product(range(17), range(21), range(280))
     entries = {
@@ -240,5 +248,6 @@ def test_a_hundred_thousand_signatures_load_and_answer_quickly(tmp_path: Path) -
             gear = table.gear(signature)
             finds.append(time.perf_counter() - began)
             assert gear is not None
+    assert all(len(table.others(signature)) == 1 for signature in wanted)
     assert min(loads) < 0.05
     assert min(finds) < 50e-6

@@ -121,6 +121,42 @@ def test_of_several_gears_a_loss_leaves_for_the_most_tokens() -> None:
     assert decide(seen(None, slow, options=(Option(fast),)), SETTINGS).gear == fast
 
 
+def test_a_loss_leaves_for_what_lasts() -> None:
+    """The faster gear's pilots end one after the other, and less serves each time."""
+    fast, steady = gear("fast", 1000.0), gear("steady", 800.0)
+    groups = (RiskGroup(ends_in_s=600.0), RiskGroup(ends_in_s=1200.0))
+    outlook = Outlook(groups, {(1, 0): gear("half", 500.0)})
+    options = (Option(fast, outlook=outlook), Option(steady))
+    assert decide(seen(None, fast, options=options), SETTINGS).gear == steady
+    longer = replace(outlook, groups=(RiskGroup(ends_in_s=3000.0), groups[1]))
+    lasts = replace(longer, groups=(longer.groups[0], RiskGroup(ends_in_s=3300.0)))
+    options = (Option(fast, outlook=lasts), Option(steady))
+    assert decide(seen(None, fast, options=options), SETTINGS).gear == fast
+
+
+def test_several_ends_of_the_gear_to_go_to_are_counted_and_said() -> None:
+    """1000 for 10 min, 500 for 10 more, and nothing in the last 40."""
+    large = gear("large", 1000.0, nodes=2)
+    groups = (RiskGroup(ends_in_s=600.0), RiskGroup(ends_in_s=1200.0))
+    outlook = Outlook(groups, {(1, 0): gear("half", 500.0)})
+    case = seen(gear("small", 100.0), large, options=(Option(large, outlook=outlook),))
+    reason = decide(case, SETTINGS).reason
+    assert "900,000 tokens in the next 60 min (1000 tokens/s, pilots of it ending" in reason
+    assert "ending in 10 min, 20 min) against 360,000 (100 tokens/s)" in reason
+
+
+def test_what_is_recomputed_is_counted_and_said() -> None:
+    large = gear("large", 140.0, nodes=2)
+    price = ShiftPrice(60.0, 80.0, 40_000.0, ("s9",), 3)
+    case = seen(gear("small", 100.0), large, options=(Option(large, price),))
+    decision = decide(case, SETTINGS)
+    assert decision.gear is None
+    assert (
+        "460,400 tokens in the next 60 min (80 tokens/s for 60 s, then 140 tokens/s, "
+        "less 40,000 for recomputing 3 sequences) against 360,000 (100 tokens/s)"
+    ) in decision.reason
+
+
 # -------------------------------------------------------------------------------------- gains
 
 
