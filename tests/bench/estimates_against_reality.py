@@ -87,6 +87,10 @@ CASES = (
 )
 
 
+PROFILED = (("a100", 1), ("a100", 2), ("l40s", 1))
+"""GPU type, and GPUs of a stage."""
+
+
 @dataclass(frozen=True)
 class World:
     """One pacing: its model, and the two GPU types."""
@@ -235,13 +239,15 @@ def service_of(world: World, case: Case, model: Path) -> dict[str, Any]:
 
 
 def measure_profiles(world: World, model: Path, site: Path, folder: Path) -> None:
-    for gpu_type in world.virtual:
+    """Those that are not there already."""
+    for gpu_type, tp in PROFILED:
+        if (folder / f"{model.name}-{gpu_type}-tp{tp}-{world.dtype}.csv").exists():
+            continue
         done = flexslurm([
             "profile", str(model), "--local", "--site", str(site), "--gpu-type", gpu_type,
-            *(["--tp", "1", "--tp", "2"] if gpu_type == "a100" else ["--tp", "1"]),
-            "--dtype", world.dtype, "--max-batch", str(MAX_BATCH), "--max-tokens", str(MAX_TOKENS),
-            "--max-context", str(CONTEXT), "--block-tokens", str(BLOCK), "--out", str(folder),
-            "--quiet",
+            "--tp", str(tp), "--dtype", world.dtype, "--max-batch", str(MAX_BATCH),
+            "--max-tokens", str(MAX_TOKENS), "--max-context", str(CONTEXT),
+            "--block-tokens", str(BLOCK), "--out", str(folder), "--quiet",
         ])  # fmt: skip
         if done:
             sys.exit(done)
@@ -250,14 +256,12 @@ def measure_profiles(world: World, model: Path, site: Path, folder: Path) -> Non
 def run_world(world: World, names: Sequence[str], home: Path) -> float:
     """Measure all gears of a pacing and print them; returns the worst relative error."""
     model = home / "model"
-    fresh = not (home / "profiles").exists()
-    if fresh:
+    if not model.exists():
         write_tiny_model(model, "llama", dtype=world.dtype, **world.model)
     spec = load_spec(str(model), world.dtype)
     weights = spec.weight_bytes()
     (home / "site.yaml").write_text(yaml.safe_dump(world.site(round(LARGE * weights))))
-    if fresh:
-        measure_profiles(world, model, home / "site.yaml", home / "profiles")
+    measure_profiles(world, model, home / "site.yaml", home / "profiles")
     print(f"\n{world.pacing}: {PROMPT} + {OUTPUT} tokens, up to {MAX_BATCH} sequences a replica")
     print(
         f"{'gear':<20}{'tokens/s: expected':>19}{'measured':>10}{'error':>8}"
