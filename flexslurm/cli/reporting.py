@@ -38,7 +38,10 @@ from flexslurm.errors import EnvironmentFault, FlexslurmError
 
 USAGE, BUG, INTERRUPTED, PIPE_CLOSED = 2, 1, 130, 141
 DEBUG_VARIABLE = "FLEXSLURM_DEBUG"
-_MACHINE_IS_SHORT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_MACHINE_IS_SHORT = (
+    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.EIO, errno.ESTALE, errno.EROFS,  # a disk or a file server gave up
+)  # fmt: skip
 
 
 class UnknownCommand(click.UsageError):
@@ -83,7 +86,8 @@ def _say(message: str, hint: str | None, code: int) -> int:
         lines = [f"flexslurm: {message}"]
     # Nobody may be left to read it, and that is no reason to fail in another way.
     try:
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        text = "\n".join(lines).encode("utf-8", "replace").decode()  # bytes that were no text
+        print(text, file=sys.stderr, flush=True)
     except OSError:
         return code
     return code

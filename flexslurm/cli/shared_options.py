@@ -33,8 +33,20 @@ PATH = click.Path(path_type=Path)
 
 SERVICE = click.argument("service", metavar="SERVICE", required=False, default=None)
 SERVICE_FILE = click.argument("service_file", metavar="SERVICE.yaml", type=PATH)
+
+
+def _not_empty(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """As an unset variable of a shell leaves it; it would mean the working directory."""
+    if value == "":
+        raise click.BadParameter("it is empty")
+    return value
+
+
 SERVICE_DIR = click.option(
-    "--service-dir", metavar="DIR", help="The service's directory, where it is not the default."
+    "--service-dir",
+    metavar="DIR",
+    callback=_not_empty,
+    help="The service's directory, where it is not the default.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress.")

@@ -178,7 +178,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             hint="a checkpoint directory holds config.json, *.safetensors and a tokenizer",
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{file}: cannot be read as JSON: {reason}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file}: a JSON object is expected, not {type(config).__name__}")
     return config

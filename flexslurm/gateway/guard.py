@@ -37,6 +37,8 @@ def load_api_keys(path: Path) -> frozenset[str]:
         _check_private(os.fstat(descriptor), path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             lines = file.read().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read it: {error.strerror}", file=str(path)) from error
     finally:
         os.close(descriptor)
     keys: set[str] = set()

@@ -162,7 +162,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{path}: cannot be read as JSON: {reason}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: a JSON object is expected")
     return data
@@ -177,7 +178,8 @@ def _load_tokenizer(path: Path) -> Tokenizer:
             hint="the model needs a fast tokenizer: save it with tokenizer.save_pretrained",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{path}: cannot be read: {reason}") from error
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
@@ -249,7 +251,8 @@ def _read_template(path: Path) -> str:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such chat template") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{path}: cannot be read: {reason}") from error
 
 
 def _ids(value: object) -> list[int]:

@@ -189,6 +189,8 @@ def test_a_bug_is_shown_where_debugging_is_asked_for(
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+        (OSError(errno.EIO, "Input/output error"), "input/output error"),
+        (OSError(errno.ESTALE, "Stale file handle"), "stale file handle"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: permission denied"),
     ],
 )
