@@ -35,6 +35,8 @@ from flexslurm.wire.keys import ServiceKeys, create_keys, load_keys
 
 T = TypeVar("T")
 
+_OURS = frozenset({"change.lock", "keys.json", "service.yaml", "pilots.json", "journal.log"})
+"""Any of these tells the directory of a service from others."""
 _JOB = re.compile(r"(local-[0-9]+|[0-9]+(?=_))")
 
 
@@ -116,6 +118,12 @@ class ServiceDir:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.path.stat().st_uid != os.getuid():
             raise EnvironmentFault(f"{self.path} belongs to another user")
+        names = {path.name for path in self.path.iterdir()}
+        if names and not names & _OURS:  # it would be closed to all others
+            raise EnvironmentFault(
+                f"{self.path} holds files that are not a service's",
+                hint="give an empty or a new directory with --service-dir",
+            )
         self.path.chmod(0o700)
 
     @contextlib.contextmanager

@@ -61,6 +61,16 @@ def test_a_port_that_cannot_be_is_said(tmp_path: Path) -> None:
         HeadLink("tcp://:::1:x", directory.keys(), "c-1", ToCli)
 
 
+def test_a_directory_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "thesis.tex").touch()
+    for make in (ServiceDir(tmp_path).create, ServiceDir(tmp_path).changing().__enter__):
+        with pytest.raises(EnvironmentFault, match="not a service's"):
+            make()
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex"}
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
 def test_jobs_are_found_by_their_files(tmp_path: Path) -> None:
     directory = ServiceDir(tmp_path)
     directory.jobs.mkdir()
