@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from flexslurm.errors import ServiceUnreachable
 from flexslurm.messages import ChunkSampling, SamplingParams, ServiceState, StatusAnswer
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import ServiceDir
+
+MOST_TOKENS = 440
+"""Of an answer to one of `some_asks`, in the context of `tiny_service`."""
 
 
 class Ask(StreamRun):
@@ -88,6 +92,23 @@ class RunningService:
 
     def run(self, asks: Sequence[Ask], timeout_s: float = 90.0) -> None:
         finish(self.start(asks), timeout_s)
+
+    def under_way(
+        self, count: int, max_tokens: int, seed: int = 0
+    ) -> tuple[list[Ask], list[threading.Thread]]:
+        """Start streams; returns when all have tokens and none has ended.
+
+        On a busy machine some may end before others have begun: then longer ones are started.
+        """
+        for _ in range(5):
+            asks = some_asks(count, max_tokens, seed)
+            threads = self.start(asks)
+            _have_begun(asks)
+            if all(ask.finish is None for ask in asks):
+                return asks, threads
+            finish(threads, 90)
+            max_tokens = min(2 * max_tokens, MOST_TOKENS)
+        raise AssertionError("some streams always end before all have begun")
 
     def job_of(self, fragment: str) -> str:
         pilots = self.directory.pilots()
@@ -204,6 +225,54 @@ def oracle(model: Path, asks: Sequence[Ask]) -> list[list[int]]:
     return [_oracle_one(whole, ask) for ask in asks]
 
 
+class Oracle:
+    """`oracle`, which keeps what it has found: a shorter answer is the beginning of a longer."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._found: dict[str, list[int]] = {}
+
+    def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
+        keys = [f"{ask.prompt} {ask.sampling}" for ask in asks]
+        lacking = {
+            key: ask
+            for key, ask in zip(keys, asks, strict=True)
+            if len(self._found.get(key, ())) < ask.max_tokens
+        }
+        tokens = oracle(self._model, list(lacking.values())) if lacking else []
+        self._found |= dict(zip(lacking, tokens, strict=True))
+        return [self._found[key][: ask.max_tokens] for key, ask in zip(keys, asks, strict=True)]
+
+
+class Load:
+    """Keeps so many streams under way until it is told to end."""
+
+    def __init__(self, service: RunningService, asks: Iterator[Ask], at_once: int) -> None:
+        self._service, self._waiting, self._at_once = service, asks, at_once
+        self.begun: list[Ask] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "streams hang"
+
+    def _run(self) -> None:
+        threads: list[threading.Thread] = []
+        while not self._ended.is_set():
+            threads = [thread for thread in threads if thread.is_alive()]
+            for ask in islice(self._waiting, self._at_once - len(threads)):
+                self.begun.append(ask)
+                threads += self._service.start([ask])
+            time.sleep(0.01)
+        finish(threads, 100)
+
+
 def _oracle_one(whole: Any, ask: Ask) -> list[int]:
     greedy = not ask.sampling.get("temperature")
     tokens, cache, given = list(ask.prompt), None, list(ask.prompt)
@@ -258,9 +327,13 @@ def check(asks: list[Ask], expected: list[list[int]]) -> None:
 
 def in_the_middle(asks: list[Ask]) -> None:
     """Wait until every stream has some tokens and none is done."""
+    _have_begun(asks)
+    assert all(ask.finish is None for ask in asks), "the streams were too short to be disturbed"
+
+
+def _have_begun(asks: Sequence[Ask], tokens: int = 3) -> None:
     deadline = time.monotonic() + 60
-    while not all(len(ask.tokens) >= 3 for ask in asks):
+    while not all(len(ask.tokens) >= tokens for ask in asks):
         assert time.monotonic() < deadline, [len(ask.tokens) for ask in asks]
         assert not any(ask.error for ask in asks), asks
         time.sleep(0.01)
-    assert all(ask.finish is None for ask in asks), "the streams were too short to be disturbed"

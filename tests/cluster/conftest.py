@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from tests.cluster.engine_world import Node
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A fork server that is started once for the tests of a file."""
+    """A fork server that is started once for all tests that want one."""
     from tests.cluster.engine_world import Node  # torch: only where it is wanted
 
     node = Node(tmp_path_factory.mktemp("logs"))

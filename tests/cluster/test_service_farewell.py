@@ -31,7 +31,7 @@ def test_all_pilots_are_preempted_with_notice_and_come_back(
             time.sleep(0.01)
         for fragment in ("a100-1", "a100-2"):
             service.submitter.preempt(service.job_of(fragment), grace_s=4.0, away_s=1.0)
-        status = service.until(lambda s: s.state == "waiting", 30)
+        status = service.until(lambda s: s.state == "waiting", 60)
         assert all(ask.finish is None for ask in asks), "the streams were too short"
         kept = tmp_path / "kept" / "tiny"
         assert list(kept.glob("*.park")), "nothing was parked"
@@ -42,5 +42,7 @@ def test_all_pilots_are_preempted_with_notice_and_come_back(
         assert [ask.error for ask in asks] == [""] * 3
         assert [ask.tokens for ask in asks] == oracle(tiny_model, asks)
         assert line["sequences_moved"] == 3 and line["sequences_recomputed"] == 0, line
-        time.sleep(0.3)
-        assert not list(kept.glob("*.park")), "what was parked is dropped"
+        deadline = time.monotonic() + 60
+        while list(kept.glob("*.park")):
+            assert time.monotonic() < deadline, "what was parked is dropped"
+            time.sleep(0.05)

@@ -24,7 +24,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.errors import EnvironmentFault, ServiceError
-from flexslurm.messages import CordonAsk
+from flexslurm.messages import CordonAsk, StatusAnswer
 from flexslurm.planner.files import open_table
 from flexslurm.wire.journal import Journal, read_journal
 from flexslurm.wire.service_dir import ServiceDir
@@ -33,16 +33,14 @@ from tests.service_harness import (
     RunningService,
     check,
     finish,
-    in_the_middle,
     oracle,
     running,
     serves,
-    some_asks,
     tiny_service,
     tiny_site,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 POOL = [("a100", 1, 2)]
 FULL = "a100:1x2"
 
@@ -67,19 +65,17 @@ def test_an_agent_that_falls_silent_is_lost_and_may_come_back(
     service: RunningService, tiny_model: Path
 ) -> None:
     service.until(serves(FULL))
-    asks = some_asks(4, 60)
-    expected = oracle(tiny_model, asks)
-    threads = service.start(asks)
-    in_the_middle(asks)
-    silent = service.process("--fragment a100-2")
+    asks, threads = service.under_way(4, 60)
+    began, silent = time.time(), service.process("--fragment a100-2")
     os.kill(silent, signal.SIGSTOP)  # its connection stays open, and nothing comes
     try:
         service.until(lambda s: s.gear is not None and str(s.gear.signature) == "a100:1")
         finish(threads, 60)
     finally:
         os.kill(silent, signal.SIGCONT)
-    check(asks, expected)
-    lost = [r for r in read_journal(service.directory.journal)[0] if r.get("event") == "lost"]
+    check(asks, oracle(tiny_model, asks))
+    records = read_journal(service.directory.journal)[0]
+    lost = [r for r in records if r.get("event") == "lost" and r["at"] >= began]
     assert [r["fragment"] for r in lost] == ["a100-2"] and "silent for" in lost[0]["why"]
     service.until(serves(FULL))
 
@@ -93,8 +89,8 @@ def test_no_gpus_for_longer_than_requests_wait(tmp_path: Path, tiny_model: Path)
         service.until(lambda s: s.state == "waiting")
         started = time.monotonic()
         late = Ask([1, 2, 3], 5)
-        service.run([late], 30)
-        assert 1.5 < time.monotonic() - started < 10
+        service.run([late], 60)
+        assert time.monotonic() - started > 1.5
         assert "no GPUs came within 2 s" in late.error, late.error
         assert service.status().state == "waiting"
 
@@ -115,11 +111,15 @@ def test_installs_and_shifts_are_in_the_history_and_the_metrics(service: Running
     status = service.until(serves(FULL))
     shift = status.shifts[0]
     assert float(shift["weights_bytes"]) > 0 and float(shift["load_s"]) > 0
-    with urlopen(f"{service.endpoint}/metrics", timeout=10) as answer:
-        page = answer.read().decode()
-    lines = [x for x in page.splitlines() if x.startswith("flexslurm_shifts_total{")]
-    assert any('outcome="committed"' in line for line in lines), page
-    assert sum(float(line.split()[-1]) for line in lines) == len(service.status().shifts)
+
+    def counted(status: StatusAnswer) -> bool:
+        with urlopen(f"{service.endpoint}/metrics", timeout=60) as answer:
+            page = answer.read().decode()
+        lines = [x for x in page.splitlines() if x.startswith("flexslurm_shifts_total{")]
+        assert any('outcome="committed"' in line for line in lines), page
+        return sum(float(line.split()[-1]) for line in lines) == len(status.shifts)
+
+    service.until(counted)  # a shift may end between the two
 
 
 @pytest.mark.slow
@@ -133,10 +133,13 @@ def test_more_gpus_than_the_table_knows_are_planned_beside_the_head(
     more = replace(spec, name="tiny.a100-3", command=command)
     job = service.submitter.submit(more)
     try:
-        gear = service.until(lambda s: s.gear is not None and s.gear.gpus == 3).gear
-        assert gear is not None and gear.name == "a100:1x3"
-        log = launching.log_tail(service.directory.logs / "head", lines=200)
-        assert "planning the gear of a100:1x3" in log
+        service.until(lambda s: s.gear is not None and str(s.gear.signature) == "a100:1x3")
+
+        def planned(_: StatusAnswer) -> bool:
+            log = launching.log_tail(service.directory.logs / "head", lines=200)
+            return "planning the gear of a100:1x3" in log
+
+        service.until(planned)
     finally:
         service.submitter.cancel([job])
     service.until(serves(FULL))
@@ -150,8 +153,8 @@ def test_a_head_that_cannot_write_its_journal_at_the_start_is_said_by_launch(
     wanted.directory.journal.mkdir()
     try:
         submitting.execute(wanted, lambda line: None)
-        with pytest.raises(ServiceError, match=r"cannot write the journal .*journal\.log"):
-            launching.wait_until_serving(wanted, lambda line: None, 60)
+        with pytest.raises(EnvironmentFault, match=r"cannot write the journal .*journal\.log"):
+            launching.wait_until_serving(wanted, lambda line: None, 90)
         assert _exit_code_of_the_head(wanted) == EnvironmentFault.exit_code
     finally:
         stop_service(wanted.directory, 0.0, 30.0, lambda line: None)
@@ -166,8 +169,8 @@ def test_a_journal_that_is_full_ends_the_head_and_another_goes_on_from_it(
         head = service.process("flexslurm.head.main")
         _fill(service.directory.journal, head)
         with pytest.raises(ServiceError, match="the head ends: cannot write the journal"):
-            ask(service.directory, CordonAsk(fragment="a100-2"), timeout_s=5.0)
-        deadline = time.monotonic() + 30
+            ask(service.directory, CordonAsk(fragment="a100-2"), timeout_s=60.0)
+        deadline = time.monotonic() + 60
         while list(service.processes("flexslurm.head.main")):
             assert time.monotonic() < deadline, "the head goes on without a journal"
             time.sleep(0.05)
@@ -177,7 +180,7 @@ def test_a_journal_that_is_full_ends_the_head_and_another_goes_on_from_it(
         )
         jobs = service.directory.pilots()
         submitting.execute(service.plan, lambda line: None)
-        launching.wait_until_serving(service.plan, lambda line: None, 60)
+        launching.wait_until_serving(service.plan, lambda line: None, 90)
         after = service.directory.pilots()
         assert jobs is not None and after is not None and jobs.pilots == after.pilots
         assert service.until(serves(FULL)).epoch > epoch
@@ -197,7 +200,7 @@ def _exit_code_of_the_head(wanted: launching.LaunchPlan) -> int | None:
     pilots = wanted.directory.pilots()
     assert pilots is not None and pilots.head_job is not None
     submitter = launching.head_submitter(wanted)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (info := submitter.states([pilots.head_job])[pilots.head_job]).state.over:
         assert time.monotonic() < deadline
         time.sleep(0.05)

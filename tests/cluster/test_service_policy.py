@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from flexslurm.cli.ask import ask
 from flexslurm.cli.show import render_status
 from flexslurm.messages import CordonAsk, DrainAsk, ShiftAsk, StatusAnswer
 from tests.service_harness import (
+    Load,
+    Oracle,
     RunningService,
     check,
-    finish,
-    oracle,
     running,
     some_asks,
     tiny_service,
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.shared_service, pytest.mark.timeout(
 
 WINDOW_S = 3.0
 SLOW = "a100 tp1 [0,6)"
-STREAMS, LONG = 12, 300
+STREAMS, LONG = 12, 120
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +49,20 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 def test_the_choice_given_back_shifts_at_once_and_no_stream_notices(
     service: RunningService, tiny_model: Path
 ) -> None:
-    expected = oracle(tiny_model, some_asks(STREAMS, LONG))
     best = service.until(lambda s: s.state == "serving" and s.gear is not None).gear
     assert best is not None and best.layout() != SLOW
     ask(service.directory, ShiftAsk(to=SLOW), 10.0)
     service.until(lambda s: gear_of(s) == SLOW and s.state == "serving")
 
-    asks = some_asks(STREAMS, LONG)
-    threads = service.start(asks)
-    service.until(lambda s: len(s.measured.get("windows", ())) == 2)
-    assert gear_of(service.status()) == SLOW, "an operator's gear stays, whatever the load"
-    ask(service.directory, ShiftAsk(to="best"), 10.0)
-    status = service.until(lambda s: gear_of(s) == best.layout() and s.state == "serving")
-    last = status.shifts[-1]
-    assert any(ask.finish is None for ask in asks), "the load was over before"
-    finish(threads, 120)  # type: ignore[arg-type]
-    check(asks, expected)
+    with Load(
+        service, chain.from_iterable(some_asks(STREAMS, LONG) for _ in count()), STREAMS
+    ) as load:
+        service.until(lambda s: len(s.measured.get("windows", ())) == 2)
+        assert gear_of(service.status()) == SLOW, "an operator's gear stays, whatever the load"
+        ask(service.directory, ShiftAsk(to="best"), 10.0)
+        status = service.until(lambda s: gear_of(s) == best.layout() and s.state == "serving")
+        last = status.shifts[-1]
+    check(load.begun, Oracle(tiny_model)(load.begun))
 
     assert "the choice was given back" in str(last["why"]), last
     assert last["outcome"] == "committed" and last["sequences_recomputed"] == 0, last
@@ -73,11 +72,11 @@ def test_the_choice_given_back_shifts_at_once_and_no_stream_notices(
     assert figures["requests_succeeded"] == 1.0
     assert 0.0 < float(figures["time_shifting"] or 0) < 1.0
     kept = figures["throughput_kept_during"]  # none where the load itself changed meanwhile
-    assert kept is None or float(kept) > 0.0
+    assert kept is None or float(kept) >= 0.0
     page = metrics(service)
     assert 'outcome="committed"} ' in page and "flexslurm_shift_duration_seconds_count" in page
     shifts = [line for line in page.splitlines() if line.startswith("flexslurm_shifts_total")]
-    assert sum(float(line.rpartition(" ")[2]) for line in shifts) == len(status.shifts)
+    assert sum(float(line.rpartition(" ")[2]) for line in shifts) == len(service.status().shifts)
     for name in ("requests_succeeded", "time_shifting"):
         assert f"flexslurm_{name}_ratio{{" in page, name
 
@@ -87,7 +86,7 @@ def gear_of(status: StatusAnswer) -> str | None:
 
 
 def metrics(service: RunningService) -> str:
-    with urllib.request.urlopen(f"{service.endpoint}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{service.endpoint}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -14,12 +14,12 @@ from flexslurm.errors import ServiceError
 from flexslurm.head.light_checkpoint import LightCheckpoint
 from flexslurm.messages import ShiftAnswer, ShiftAsk
 from tests.service_harness import (
+    MOST_TOKENS,
     Ask,
+    Oracle,
     RunningService,
     finish,
-    oracle,
     running,
-    some_asks,
     tiny_service,
     tiny_site,
 )
@@ -40,8 +40,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: Path) -> list[list[int]]:
-    return oracle(tiny_model, some_asks(4, LONG))
+def expected(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
 
 
 def layout(*stages: int | tuple[int, int]) -> str:
@@ -63,19 +63,9 @@ def shift_to(service: RunningService, gear: str) -> dict[str, float | str]:
     return status.shifts[-1]
 
 
-def begin(service: RunningService, count: int = 4) -> tuple[list[Ask], list[object]]:
-    asks = some_asks(count, LONG)
-    threads = service.start(asks)
-    deadline = time.monotonic() + 60
-    while not all(len(ask.tokens) >= 2 for ask in asks):
-        assert time.monotonic() < deadline and not any(ask.error for ask in asks), asks
-        time.sleep(0.01)
-    return asks, threads  # type: ignore[return-value]
-
-
-def check(asks: list[Ask], expected: list[list[int]]) -> None:
+def check(asks: list[Ask], expected: Oracle) -> None:
     assert [ask.error for ask in asks] == [""] * len(asks)
-    assert [ask.tokens for ask in asks] == expected
+    assert [ask.tokens for ask in asks] == expected(asks)
     assert [ask.finish for ask in asks] == ["length"] * len(asks)
 
 
@@ -89,15 +79,18 @@ WALKS = {
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_a_walk_over_gears_under_load(
-    service: RunningService, expected: list[list[int]], walk: str
-) -> None:
-    shift_to(service, WALKS[walk][0])
-    asks, threads = begin(service)
-    lines = [shift_to(service, gear) for gear in WALKS[walk][1:]]
-    assert all(ask.finish is None for ask in asks), "the streams were too short"
-    finish(threads, 120)  # type: ignore[arg-type]
-    check(asks, expected)
+def test_a_walk_over_gears_under_load(service: RunningService, expected: Oracle, walk: str) -> None:
+    """Where a busy machine lets streams end before the walk does, it is done again with longer."""
+    for tokens in (LONG, MOST_TOKENS, MOST_TOKENS):
+        shift_to(service, WALKS[walk][0])
+        asks, threads = service.under_way(4, tokens)
+        lines = [shift_to(service, gear) for gear in WALKS[walk][1:]]
+        lived = all(ask.finish is None for ask in asks)
+        finish(threads, 120)
+        check(asks, expected)
+        if lived:
+            break
+    assert lived, "the streams were too short"
     for line in lines:
         assert line["outcome"] == "committed" and line["mode"] == "beside", line
         assert line["sequences_recomputed"] == 0, line
@@ -105,17 +98,16 @@ def test_a_walk_over_gears_under_load(
         assert 0 <= float(line["pause_steps"]) <= stages, line
     touched = [line for line in lines if line["sequences_moved"]]
     assert touched or walk == "replicas"
-    status = service.status()
-    assert status.running == 0 and status.kv_used == 0.0
+    service.until(lambda s: s.running == 0 and s.kv_used == 0.0)
 
 
-def test_a_replica_more_disturbs_nobody(service: RunningService, expected: list[list[int]]) -> None:
+def test_a_replica_more_disturbs_nobody(service: RunningService, expected: Oracle) -> None:
     shift_to(service, layout(1))
-    asks, threads = begin(service)
+    asks, threads = service.under_way(4, LONG)
     more = shift_to(service, f"2x({layout(1)})")
     assert more["sequences_moved"] == 0 and more["sequences_recomputed"] == 0
     assert more["pause_s"] == 0
-    finish(threads, 120)  # type: ignore[arg-type]
+    finish(threads, 120)
     check(asks, expected)
 
 
@@ -124,7 +116,7 @@ def test_what_lives_where_is_written_down(service: RunningService) -> None:
     line = shift_to(service, layout(2, 1))
     kept = service.directory.path.parent / "kept" / "tiny"
     path = kept / f"shift-{line['epoch']:.0f}.json"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, sorted(kept.iterdir())
         time.sleep(0.02)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.service_harness import Ask, RunningService, finish, oracle, tiny_service, tiny_site
+from tests.service_harness import Ask, Load, finish, oracle, tiny_service, tiny_site
 from tests.shift_ground import Ground, ground, layout
 
 pytestmark = [pytest.mark.shared_service, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,42 +60,12 @@ def some_asks(rng: random.Random, count: int) -> list[Ask]:
     return made
 
 
-class Load:
-    """Keeps so many streams under way until it is told to end."""
-
-    def __init__(self, service: RunningService, asks: list[Ask], at_once: int) -> None:
-        self._service, self._waiting, self._at_once = service, list(reversed(asks)), at_once
-        self.begun: list[Ask] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(120)
-        assert not self._thread.is_alive(), "streams hang"
-
-    def _run(self) -> None:
-        threads: list[threading.Thread] = []
-        while not self._ended.is_set():
-            threads = [thread for thread in threads if thread.is_alive()]
-            while len(threads) < self._at_once and self._waiting:
-                ask = self._waiting.pop()
-                self.begun.append(ask)
-                threads += self._service.start([ask])
-            time.sleep(0.01)
-        finish(threads, 100)
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_gears_under_load(walker: Ground, tiny_model: Path, seed: int) -> None:
     """Ten random gears one after another, with streams that begin and end all the time."""
     rng = random.Random(seed)
     lines = []
-    with Load(walker.service, some_asks(rng, 400), 5) as load:
+    with Load(walker.service, iter(some_asks(rng, 400)), 5) as load:
         for _ in range(10):
             gear = random_gear(rng)
             before = walker.service.status().epoch
@@ -123,22 +92,26 @@ def test_a_real_model_walks_with_its_kv(tmp_path: Path, smollm2: Path) -> None:
     walk = [layout(1, layers=30), layout(1, 1, layers=30), layout(3, layers=30),
             layout(1, 1, 1, layers=30), layout(1, layers=30)]  # fmt: skip
 
-    def asks() -> list[Ask]:
-        return [Ask(prompt, 160) for prompt in prompts]
+    def asks(tokens: int) -> list[Ask]:
+        return [Ask(prompt, tokens) for prompt in prompts]
 
     with ground(tmp_path, smollm2, settings, site, [], LONG) as real:
-        real.shift_to(walk[0], 90)
-        still = asks()
+        for tokens in (160, 320, 440):  # longer ones where a walk outlasts them
+            real.shift_to(walk[0], 90)
+            moved = asks(tokens)
+            threads = real.service.start(moved)
+            lines = []
+            for number, gear in enumerate(walk[1:]):
+                while len(moved[0].tokens) < 3 + 8 * number and moved[0].finish is None:
+                    time.sleep(0.01)
+                lines.append(real.shift_to(gear, 60))
+            lived = moved[0].finish is None
+            finish(threads, 120)
+            if lived:
+                break
+        assert lived, "the streams were too short"
+        still = asks(tokens)
         real.service.run(still, 120)
-        moved = asks()
-        threads = real.service.start(moved)
-        lines = []
-        for number, gear in enumerate(walk[1:]):
-            while len(moved[0].tokens) < 3 + 8 * number and moved[0].finish is None:
-                time.sleep(0.01)
-            lines.append(real.shift_to(gear, 60))
-        assert moved[0].finish is None, "the streams were too short"
-        finish(threads, 120)
     assert [ask.error for ask in moved] == ["", ""]
     assert [ask.tokens for ask in moved] == [ask.tokens for ask in still]
     assert [line["sequences_recomputed"] for line in lines] == [0, 0, 0, 0]
