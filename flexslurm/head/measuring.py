@@ -9,7 +9,7 @@ from flexslurm.control.events import Measured
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.spread import Spread
 from flexslurm.control.state import Control
-from flexslurm.control.trends import Window
+from flexslurm.control.trends import Targets, Window
 from flexslurm.engine.driver import Driver
 from flexslurm.head.judging import Judge
 from flexslurm.head.ledger import Figures
@@ -35,15 +35,22 @@ class Measuring:
 
 
 def measured(now: float, control: Control) -> dict[str, Any]:
-    """The last whole windows, the latest first, and how far estimates were off; for programs."""
+    """For programs: windows, the latest first; corrections, shares in time, expected losses."""
     watch = control.watch
-    windows = [_window(window) for window in watch.windows(now) or ()]
+    windows = [_window(window, watch.targets) for window in watch.windows(now) or ()]
     factors = {name: round(factor, 4) for name, factor in watch.corrections.items()}
-    return {"windows": windows, "corrections": factors, "losses": watch.lives.hourly()}
+    attained = {name: round(share, 4) for name, share in watch.attained.items()}
+    return {
+        "windows": windows,
+        "corrections": factors,
+        "attained": attained,
+        "losses": watch.lives.hourly(),
+    }
 
 
-def _window(window: Window) -> dict[str, Any]:
+def _window(window: Window, targets: Targets) -> dict[str, Any]:
     offered = window.offered_tokens_per_s
+    share = targets.share(window) if targets else None
     return {
         "seconds": round(window.seconds, 3),
         "tokens_per_s": round(window.tokens_per_s, 3),
@@ -55,6 +62,7 @@ def _window(window: Window) -> dict[str, Any]:
         "p95_waiting": window.p95_waiting,
         "busy": round(window.busy, 4),
         "saturated": window.saturated,
+        "within_targets": None if share is None else round(share, 4),
         **_latencies("ttft", window.ttft),
         **_latencies("tpot", window.tpot),
     }

@@ -8,6 +8,7 @@ from fake_replica import make_request
 
 from flexslurm.control.choices import PolicySettings
 from flexslurm.control.events import ShiftWanted
+from flexslurm.control.trends import Targets
 from flexslurm.control.watch import Watch, WatchSettings
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Signature, Stage
 from flexslurm.head.installs import Installs
@@ -113,6 +114,27 @@ def test_a_light_load_is_no_reason_and_says_so_with_its_figures() -> None:
     assert 0 < latest["tpot_s"] <= latest["p95_tpot_s"] < 0.1
     assert latest["offered_tokens_per_s"] > 20
     assert status.measured["corrections"] == {}
+
+
+def test_tokens_that_come_too_late_are_no_use_even_at_a_light_load() -> None:
+    """Played workers take 12 ms for a token; the other gear is estimated to be quicker."""
+    world = in_the_small_gear()
+    targets = Targets(ttft_s=5.0, tpot_s=0.005)
+    world.control.settings = replace(
+        world.control.settings, policy=replace(world.control.settings.policy, targets=targets)
+    )
+    world.control.watch.targets = targets
+    world.load(3 * WINDOW_S, streams=1)
+    assert world.gear() == "three"
+    why = world.control.history[-1].why
+    assert "against 0 (0 of " in why and "tokens/s within the targets)" in why
+    assert "0% within the targets" in why
+    world.load(2 * WINDOW_S, streams=1)
+    latest = world.status().measured["windows"][0]
+    assert latest["within_targets"] == 0.0 and not latest["saturated"]
+    world.run_until(lambda: world.ledger.empty, 60)
+    world.run(1.0)
+    world.check_answers()
 
 
 def test_a_heavy_load_makes_the_shift_after_two_windows_and_every_token_is_right() -> None:
