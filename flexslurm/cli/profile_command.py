@@ -17,7 +17,6 @@ from flexslurm.cli import shared_options as shared
 if TYPE_CHECKING:
     from flexslurm.cli.served_trial import ServeAsk
     from flexslurm.config.site import Site
-    from flexslurm.engine.served_cycles import Cycles
     from flexslurm.engine.trial import Run, Served, Trial, TrialOutcome
     from flexslurm.planner.problem import Problem, StageKind
     from flexslurm.planner.profiles import Profile, Row
@@ -237,7 +236,11 @@ def served_problem(
 def served_rows(
     served: Served, profile: Profile, site: Site, options: dict[str, Any]
 ) -> tuple[list[Row], list[str]]:
-    """What cycles of the replicas that were served took more than their steps; and it in words."""
+    """What cycles of the replicas that were served took more than their steps; and it in words.
+
+    Both were served one after the other: what the cycle of two stages took more than that of one,
+    and their steps do not, is passing on.
+    """
     from flexslurm.planner.profiles import Row
 
     layers, batch = served.layers, served.batch
@@ -247,20 +250,20 @@ def served_rows(
     rows = [Row("head", layers, batch, 0, head_s)]
     remarks = [served.cycles.words(alone_s)]
     if served.halves is not None:
-        passed = pass_s(served.halves, problem, profile.kind, batch, head_s)
-        rows.append(Row("pass", layers, batch, 0, passed))
-        remarks.append(served.halves.words_of_halves(passed))
+        more_s = served.halves.cycle_s - served.cycles.cycle_s
+        passed_s = max(0.0, more_s - (halves_s(problem, profile.kind, batch) - alone_s))
+        rows.append(Row("pass", layers, batch, 0, passed_s))
+        remarks.append(served.halves.words_of_halves(passed_s))
     return rows, remarks
 
 
-def pass_s(cycles: Cycles, problem: Problem, kind: StageKind, batch: int, head_s: float) -> float:
-    """What a cycle of two stages takes besides their steps and the head; 0 where that is noise."""
+def halves_s(problem: Problem, kind: StageKind, batch: int) -> float:
+    """The steps of a cycle of two stages, as the measurements of stages alone give them."""
     from flexslurm.engine.trial import first_half
 
     middle = first_half(problem.layers)
     times = problem.times(kind, -(-batch // 2), 2)
-    slowest_s = float(max(times[0, middle], times[middle, problem.layers]))
-    return max(0.0, cycles.cycle_s - 2 * slowest_s - head_s)
+    return 2 * float(max(times[0, middle], times[middle, problem.layers]))
 
 
 def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -> Path:

@@ -80,14 +80,18 @@ def test_what_a_cycle_takes_besides_is_what_the_stage_does_not(
     assert row.seconds == pytest.approx(expected_s, abs=2e-4)
 
 
+@pytest.mark.parametrize("slower_s", [0.0, 4e-3, -4e-3])
 @pytest.mark.parametrize(("more_s", "expected_s"), [(5e-3, 5e-3), (-5e-3, 0.0)])
 def test_what_a_second_stage_adds_is_what_its_steps_do_not(
-    tiny_model: Path, more_s: float, expected_s: float
+    tiny_model: Path, slower_s: float, more_s: float, expected_s: float
 ) -> None:
-    """Two steps of three layers, the head once, and the rest is passing on; never below 0."""
-    step_s, half_s = 6 * LAYER_S + STEP_S, 3 * LAYER_S + STEP_S
+    """Two steps of three layers, the head once, and the rest is passing on; never below 0.
+
+    A machine that was slower while it served, or faster, was so for both.
+    """
+    step_s, half_s = 6 * LAYER_S + STEP_S + slower_s, 3 * LAYER_S + STEP_S
     whole = Cycles(step_s + HEAD_S, step_s, HEAD_S, HEAD_S, HEAD_S, 5e-4)
-    cycle_s = 2 * half_s + HEAD_S + more_s
+    cycle_s = 2 * half_s + slower_s + HEAD_S + more_s
     halves = Cycles(cycle_s, half_s, HEAD_S + more_s, 0.0, 0.0, 0.0)
     (_, row), remarks = rows_of_served(tiny_model, whole, halves)
     assert row[:4] == ("pass", 6, 8, 0) and len(remarks) == 2
