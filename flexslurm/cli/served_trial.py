@@ -104,6 +104,7 @@ def serve(ask: ServeAsk, home: Path, say: Say) -> Served:
     with _launched(ask, home) as directory:
         head = directory.head()
         assert head is not None, "a service that serves has published its head"
+        _into(directory, ask.layout)  # before there is any load
         with _clients(head.api, ask):
             whole = _cycles(directory, head.api, ask, ask.layout, 1, say)
             halves = None
