@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_no_function_is_too_long() -> None:
     }
     assert len(lengths) > 1000
     assert {n: k for n, k in lengths.items() if k > MOST_LINES_OF_A_FUNCTION} == {}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """`PilotShape` is a section of the service file, and the same as the keeper's value."""
+    names = Counter(node.name for _, node in nodes(ast.ClassDef) if isinstance(node, ast.ClassDef))
+    assert len(names) > 300
+    assert {n for n, k in names.items() if k > 1 and not n.startswith("_")} == {"PilotShape"}
 
 
 def test_nothing_is_left_for_later() -> None:
