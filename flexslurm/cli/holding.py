@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from flexslurm.cli.endings import ENDING
 from flexslurm.cli.launch import LaunchPlan
 from flexslurm.cli.stopping import stop_service
 from flexslurm.cli.submitting import job_owner
 from flexslurm.errors import ServiceError, SlurmError
 
-_ENDS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+_ENDS = (*ENDING, signal.SIGUSR1)
 _LOOK_EVERY_S = 1.0
 
 
@@ -25,10 +26,11 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
     # a process of this machine: to look at it asks Slurm nothing
     owner = job_owner(plan.site, plan.directory, pilots, pilots.head_job)
     # taken by waiting, not by handlers: nothing is interrupted in the middle
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    ends = [number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         while True:
-            told = signal.sigtimedwait(_ENDS, _LOOK_EVERY_S)
+            told = signal.sigtimedwait(ends, _LOOK_EVERY_S)
             if told is not None:
                 say(f"{signal.Signals(told.si_signo).name}: stopping")
                 stop_service(plan.directory, drain_s, 60.0, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_a_service_that_was_stopped_is_said_to_be(
     said: list[str] = []
     held(tmp_path, 0, monkeypatch, said)
     assert said == ["the service was stopped"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_whatever_ends_the_launcher_stops_the_service(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal is waiting already when the launcher begins to hold."""
+    said: list[str] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        signal.raise_signal(number)
+        held(tmp_path, 0, monkeypatch, said)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert said[0] == f"{number.name}: stopping"
 
 
 def test_a_head_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
