@@ -8,6 +8,7 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # One thread per process: the tests run many processes on few cores. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,20 +68,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Give the cluster's tests to one worker and the sandbox's to one, the rest one by one.
+    """Tests that fill the machine go to a worker by file, two such files at a time; others singly.
 
-    So a module's service and the session's Slurm are started once, and at most two of the tests
-    that fill the machine run at a time. (xdist's own groups change an attribute of the items that
-    pytest no longer reads.)
+    So a file's service and the sandbox's Slurm are started once, and while they wait for
+    something, another worker has small tests to do. (xdist's own groups change an attribute of the
+    items that pytest no longer reads.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByDirectory(LoadScopeScheduling):
+    class ByWeight(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            heavy = ("tests/cluster/", "tests/sandbox/")
-            return next((place for place in heavy if nodeid.startswith(place)), nodeid)
+            shared = ("tests/sandbox/", "tests/cluster/test_engine_")  # what is made once for all
+            whole = next((place for place in shared if nodeid.startswith(place)), None)
+            return whole or (nodeid.partition("::")[0] if _is_heavy(nodeid) else nodeid)
 
-    return ByDirectory(config, log) if config.getoption("dist") == "loadscope" else None
+        def _assign_work_unit(self, node: Any) -> None:
+            given = [unit for units in self.assigned_work.values() for unit in units.items()]
+            busy = sum(_is_heavy(scope) and not all(unit.values()) for scope, unit in given)
+            wanted = (scope for scope in self.workqueue if _is_heavy(scope) == (busy < _MOST_HEAVY))
+            first = next(wanted, None)
+            if first is not None:
+                self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
+    return ByWeight(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+_MOST_HEAVY = 2
+
+
+def _is_heavy(scope: str) -> bool:
+    return scope.startswith(("tests/cluster/", "tests/sandbox/"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
