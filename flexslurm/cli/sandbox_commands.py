@@ -38,9 +38,9 @@ def sandbox() -> None:
 def up(directory: Path, config_file: Path | None, timeout: float, netns: bool) -> None:
     """Bring it up; does nothing when it is up already."""
     from flexslurm.slurm.sandbox import Sandbox
-    from flexslurm.slurm.sandbox_config import load_config
+    from flexslurm.slurm.sandbox_config import load_sandbox
 
-    config = load_config(config_file)
+    config = load_sandbox(config_file)
     if netns:
         config = config.model_copy(update={"network": "namespaces"})
     box = Sandbox(directory, config)

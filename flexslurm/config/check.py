@@ -60,7 +60,7 @@ def load_pair(
     service = load_service(service_file, overrides, environ)
     site = load_site(site_file, overrides, environ)
     check_pair(service, site, cluster)
-    check_files(service)
+    check_paths(service)
     return Pair(service, site, tuple(notes(service, site)))
 
 
@@ -130,7 +130,7 @@ def _check_partition(service: Loaded[Service], site: Loaded[Site], index: int) -
         )
 
 
-def check_files(service: Loaded[Service]) -> None:
+def check_paths(service: Loaded[Service]) -> None:
     """Whether the files that the service names are there. Raises ConfigError, ModelError.
 
     What is wrong with a model's directory is a ModelError in every command; here it says which

@@ -56,10 +56,10 @@ def preview_shift(
             seats = tuple(_seat(members, placement[slot]) for slot in replica_slots(one, number))
             replicas[number] = InstalledReplica(ReplicaKey(epoch, number), one, seats)
     new = InstalledGear(gear, dict(sorted(replicas.items())))
-    return plan_request(now, epoch, members, old, new, memory_fraction)
+    return shift_request(now, epoch, members, old, new, memory_fraction)
 
 
-def plan_request(
+def shift_request(
     now: float,
     epoch: int,
     members: Members,

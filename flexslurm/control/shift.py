@@ -49,7 +49,7 @@ from flexslurm.control.installed import (
 from flexslurm.control.members import GpuAt, Members, WorkerState
 from flexslurm.control.patience import patience_s
 from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
-from flexslurm.control.preview import plan_request
+from flexslurm.control.preview import shift_request
 from flexslurm.gear import Gear, Slot, replica_slots
 from flexslurm.messages import Assemble, Install, Pacing, Retire, StartWorkers
 
@@ -215,7 +215,7 @@ class Shift:
             self.plan_asked = True
             self.target = self._make_target(members)
             new, fraction = self.gear_in_place(), self.settings.memory_fraction
-            actions.append(plan_request(now, self.epoch, members, self.old, new, fraction))
+            actions.append(shift_request(now, self.epoch, members, self.old, new, fraction))
         return self.order is not None
 
     def _workers_ready(self, members: Members, holdings: Holdings, actions: list[Action]) -> bool:

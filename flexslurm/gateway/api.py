@@ -115,7 +115,7 @@ class Gateway:
         )
 
     async def completion(self, request_id: str, body: CompletionBody) -> Response:
-        translate.check_model(body.model, self.model)
+        translate.check_model_name(body.model, self.model)
         translate.check_completion(body, self.bounds)
         add_special = body.add_special_tokens is not False
         prompts = [await self._prompt_tokens(p, add_special) for p in body.prompt]
@@ -128,7 +128,7 @@ class Gateway:
         return self._answer(plan, body, form, choices)
 
     async def chat(self, request_id: str, body: ChatBody) -> Response:
-        translate.check_model(body.model, self.model)
+        translate.check_model_name(body.model, self.model)
         translate.check_chat(body, self.bounds)
         rendered = translate.render_chat(
             self.text,
@@ -218,7 +218,7 @@ class Gateway:
     # -- tokens
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        translate.check_model(body.model, self.model)
+        translate.check_model_name(body.model, self.model)
         translate.check_unlisted(body.unlisted, list(TokenizeBody.model_fields))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -244,7 +244,7 @@ class Gateway:
         )
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
-        translate.check_model(body.model, self.model)
+        translate.check_model_name(body.model, self.model)
         translate.check_unlisted(body.unlisted, list(DetokenizeBody.model_fields))
         if body.tokens:
             translate.check_prompt(body.tokens, self.text, "tokens")

@@ -51,7 +51,7 @@ class GenerationPlan:
         return sum(len(prompt) for prompt in self.prompts)
 
 
-def check_model(name: str | None, card: ModelCard) -> None:
+def check_model_name(name: str | None, card: ModelCard) -> None:
     """A request without a model means the one that is served."""
     if name is not None and name != card.name:
         raise UnknownModel(

@@ -15,7 +15,7 @@ from flexslurm.config.service import Service
 from flexslurm.gear import Shape, Signature
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.table import GearTable
-from flexslurm.planner.tabulate import PilotKind, make_table, signature_of
+from flexslurm.planner.tabulate import PilotKind, make_table, pilots_signature
 
 MOST_ENTRIES = 10_000
 MOST_S = 60.0
@@ -43,7 +43,7 @@ def full_pool(service: Service) -> Signature:
 
 
 def _all_of(kinds: Sequence[PilotKind]) -> Signature:
-    return signature_of(kinds, [kind.count for kind in kinds])
+    return pilots_signature(kinds, [kind.count for kind in kinds])
 
 
 def selections(kinds: Sequence[PilotKind], most: int) -> Iterator[tuple[PilotKind, ...]]:

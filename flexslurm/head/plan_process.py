@@ -41,7 +41,7 @@ def plan_command(directory: Path, signature: Signature | None) -> tuple[str, ...
     return (sys.executable, "-P", "-m", "flexslurm.head.plan_process", *where, *what)
 
 
-def read_answer(text: bytes) -> Gear | NoGear:
+def read_planned(text: bytes) -> Gear | NoGear:
     """What `plan_command` printed. Raises ValueError."""
     try:
         answer = msgspec.msgpack.decode(text, type=Planned)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flexslurm.gear import Gear, NoGear, Signature
-from flexslurm.head.plan_process import plan_command, read_answer
+from flexslurm.head.plan_process import plan_command, read_planned
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PlanWorker:
             if process.returncode:
                 log.warning("%s could not be planned (exit code %s)", what, process.returncode)
                 return None
-            return read_answer(out) if signature is not None else None
+            return read_planned(out) if signature is not None else None
         except (TimeoutError, ValueError) as error:
             log.warning("%s could not be planned: %s", what, str(error) or "it took too long")
             return None

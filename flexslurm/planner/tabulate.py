@@ -60,7 +60,7 @@ def allocations(pilots: Sequence[PilotKind]) -> Iterator[tuple[int, ...]]:
     yield from sorted(every, key=lambda u: (sum(w * n for w, n in zip(weights, u, strict=True)), u))
 
 
-def signature_of(pilots: Sequence[PilotKind], counts: Sequence[int]) -> Signature:
+def pilots_signature(pilots: Sequence[PilotKind], counts: Sequence[int]) -> Signature:
     total: Counter[Shape] = Counter()
     for pilot, times in zip(pilots, counts, strict=True):
         for shape, count in pilot.nodes.counts:
@@ -83,7 +83,7 @@ def plans(
         )
     composers = [_Composer(planner, pilots, tier) for tier in TIERS]
     for done, counts in enumerate(allocations(pilots), start=1):
-        signature = signature_of(pilots, counts)
+        signature = pilots_signature(pilots, counts)
         found = (composer.choose(counts, signature) for composer in composers)
         choice = next((choice for choice in found if choice.plan), None)
         yield signature, choice if choice is None else planner.adapt(choice, signature)
@@ -95,7 +95,7 @@ def make_table(
     planner: Planner, pilots: Sequence[PilotKind], progress: Progress = lambda done, total: None
 ) -> bytes:
     """The table of all allocations of these pilots."""
-    filler = _Filler(planner, signature_of(pilots, [p.count for p in pilots]))
+    filler = _Filler(planner, pilots_signature(pilots, [p.count for p in pilots]))
     for signature, choice in plans(planner, pilots, progress):
         filler.add(signature, choice)
     return filler.encode()

@@ -179,6 +179,6 @@ def default_config() -> SandboxConfig:
     )
 
 
-def load_config(path: Path | None) -> SandboxConfig:
+def load_sandbox(path: Path | None) -> SandboxConfig:
     """The file's configuration, or the default; raises ConfigError."""
     return default_config() if path is None else load_section(SandboxConfig, path)

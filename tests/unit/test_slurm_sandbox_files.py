@@ -14,7 +14,7 @@ from flexslurm.errors import ConfigError, EnvironmentFault
 from flexslurm.planner.leaves import read_leaves
 from flexslurm.slurm import sandbox_host
 from flexslurm.slurm.nodelist import expand
-from flexslurm.slurm.sandbox_config import SandboxConfig, default_config, load_config
+from flexslurm.slurm.sandbox_config import SandboxConfig, default_config, load_sandbox
 from flexslurm.slurm.sandbox_files import (
     Layout,
     gres_conf,
@@ -101,9 +101,9 @@ def test_the_example_site_is_the_default_sandbox(root: Path) -> None:
 
 
 def test_no_file_is_the_default(tmp_path: Path) -> None:
-    assert load_config(None) == default_config()
+    assert load_sandbox(None) == default_config()
     (tmp_path / "s.yaml").write_text(YAML)
-    assert load_config(tmp_path / "s.yaml").all_nodes() == ["big1", "big2", "login1"]
+    assert load_sandbox(tmp_path / "s.yaml").all_nodes() == ["big1", "big2", "login1"]
 
 
 @pytest.mark.parametrize(
