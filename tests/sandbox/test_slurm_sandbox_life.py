@@ -177,8 +177,8 @@ def test_a_crash_of_up_is_cleared(after_s: float, box: Sandbox, tmp_path: Path) 
     (tmp_path / "small.yaml").write_text(SMALL)
     code = (
         "import sys; from pathlib import Path; from flexslurm.slurm.sandbox import Sandbox; "
-        "from flexslurm.slurm.sandbox_config import load_config; "
-        "box = Sandbox(sys.argv[1], load_config(Path(sys.argv[2]))); "
+        "from flexslurm.slurm.sandbox_config import load_sandbox; "
+        "box = Sandbox(sys.argv[1], load_sandbox(Path(sys.argv[2]))); "
         "print(flush=True); box.up()"
     )
     argv = [sys.executable, "-c", code, str(box.home), str(tmp_path / "small.yaml")]
