@@ -76,6 +76,9 @@ class Gears:
     def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
         return {}
 
+    def look(self, signature: Signature) -> Gear | NoGear | None:
+        return self.choose(signature)
+
     def others(
         self, agents: Sequence[AgentRecord], current: InstalledGear | None
     ) -> Sequence[Gear]:

@@ -49,8 +49,11 @@ class Outlook:
 
     groups: tuple[RiskGroup, ...] = ()
     """Those that end or may be lost; members that do neither are left out."""
-    after: Mapping[Gone, Gear | None] = field(default_factory=dict)
-    """What serves without so many of each; where there is no entry, nothing does."""
+    after: Mapping[Gone, Gear | float] = field(default_factory=dict)
+    """What serves without so many of each; where there is no entry, nothing does.
+
+    A number is the share of the gear's tokens that is left, where no gear is known.
+    """
     recovery_s: float = 0.0
     """Without tokens, after each loss that was not known."""
 

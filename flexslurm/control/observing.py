@@ -28,6 +28,10 @@ class GearSource(Protocol):
 
     def choose(self, signature: Signature) -> Gear | NoGear: ...
 
+    def look(self, signature: Signature) -> Gear | NoGear | None:
+        """As `choose`, but only what is known: nothing is planned for it."""
+        ...
+
     def options(self, signature: Signature) -> Sequence[Gear]:
         """Gears that were named for use and that an allocation can hold."""
         ...
@@ -96,7 +100,7 @@ def observe(
         gear
         for one in (outlook, *(option.outlook for option in options))
         for gear in one.after.values()
-        if gear is not None
+        if isinstance(gear, Gear)
     ]
     if current is not None:
         now_and_then.append(current.gear)

@@ -28,7 +28,7 @@ MOST_GROUPS = 8
 class Gears(Protocol):
     """What is asked of the planner."""
 
-    def choose(self, signature: Signature) -> Gear | NoGear: ...
+    def look(self, signature: Signature) -> Gear | NoGear | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ def outlook_of(
         return Outlook()
     after = _after(outlook, chosen, _counts(usable), gears, horizon_s)
     # replicas without the lost pilot serve on meanwhile
-    next_gear = next((one for one in after.values() if one is not None), None)
-    recovery_s = watch.recovery_s(next_gear) if next_gear is not None else 0.0
-    return Outlook(groups, after, recovery_s / len(gear.gear.replicas))
+    after_loss = next((one for one in after.values() if isinstance(one, Gear)), gear.gear)
+    recovery_s = watch.recovery_s(after_loss) / len(gear.gear.replicas)
+    return Outlook(groups, after, recovery_s)
 
 
 def _pilots(
@@ -130,9 +130,13 @@ def _after(
     here: Counter[Shape],
     gears: Gears,
     horizon_s: float,
-) -> dict[Gone, Gear | None]:
-    """The best gear of what is left, for every state that hits the gear."""
-    found: dict[Gone, Gear | None] = {}
+) -> dict[Gone, Gear | float]:
+    """The best gear of what is left, for every state that hits the gear and leaves any.
+
+    Where none is known, the tokens are taken to fall with the GPUs.
+    """
+    found: dict[Gone, Gear | float] = {}
+    gpus = sum(shape.gpus * n for shape, n in here.items())
     for gone in states(outlook.groups, horizon_s):
         if not outlook.hits(gone):
             continue
@@ -140,6 +144,9 @@ def _after(
         for kind, times in zip(kinds, gone, strict=True):
             left.subtract({shape: n * times for shape, n in kind.shapes})
         signature = Signature(tuple(sorted((s, n) for s, n in left.items() if n > 0)))
-        best = gears.choose(signature) if signature.counts else None
-        found[gone] = best if isinstance(best, Gear) else None
+        best = gears.look(signature) if signature.counts else None
+        if isinstance(best, Gear):
+            found[gone] = best
+        elif best is None and signature.counts:
+            found[gone] = signature.gpus() / gpus
     return found

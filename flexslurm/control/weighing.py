@@ -115,12 +115,12 @@ def _course(
     def without(gone: Gone) -> float:
         if not outlook.hits(gone):
             return float("inf")
-        gear = outlook.after.get(gone)
-        if gear is None:
-            return 0.0
-        if gear.name not in rates:
-            rates[gear.name] = rate(gear)
-        return rates[gear.name]
+        left = outlook.after.get(gone, 0.0)
+        if isinstance(left, float):
+            return left * legs[-1].tokens_per_s
+        if left.name not in rates:
+            rates[left.name] = rate(left)
+        return rates[left.name]
 
     return expected_tokens(legs, groups, without, outlook.recovery_s, horizon_s)
 

@@ -64,12 +64,14 @@ class GearBook:
             self._ask(signature)
         return stand_in
 
-    def look(self, signature: Signature) -> Gear | None:
-        """The exact gear where it is known; asks nobody."""
+    def look(self, signature: Signature) -> Found | None:
+        """What is known exactly; asks nobody, and gives no stand-in."""
         found = self._known.get(signature)
         if found is None and self._table is not None:
             found = self._table.gear(signature)
-        return found if isinstance(found, Gear) else None
+            if found is not None:
+                self._remember(signature, found)
+        return found
 
     def others(self, signature: Signature) -> tuple[Gear, ...]:
         """The next best gears of an allocation, where the table has some."""

@@ -110,8 +110,16 @@ class ServicePlanner:
 
     def choose(self, signature: Signature) -> Gear | NoGear:
         """The gear for an allocation, from the table; never plans."""
+        found = self.look(signature)
+        return found if found is not None else self.book.choose(signature)
+
+    def look(self, signature: Signature) -> Gear | NoGear | None:
+        """What is known for an allocation that there may come to be; asks nobody to plan it."""
+        found = self.book.look(signature)
+        if found is not None:
+            return found
         missing = no_gear(self._problem, signature)
-        return missing if missing.short_bytes else self.book.choose(signature)
+        return missing if missing.short_bytes else None
 
     def options(self, signature: Signature) -> tuple[Gear, ...]:
         """The gears named in the service file that an allocation can hold, the preferred first."""
@@ -139,7 +147,12 @@ class ServicePlanner:
             for number, one in sorted(current.replicas.items())
             if one.agents <= nodes.keys()
         ]
-        return keeping_gear(gear, kept, nodes, self.book.look)
+
+        def known(signature: Signature) -> Gear | None:
+            found = self.book.look(signature)
+            return found if isinstance(found, Gear) else None
+
+        return keeping_gear(gear, kept, nodes, known)
 
     @cached_property
     def _named(self) -> tuple[Signature, ...]:

@@ -151,9 +151,7 @@ class Builder:
 
 def no_gear(problem: Problem, signature: Signature) -> NoGear:
     """Why nothing fits: the memory there is, the memory the model takes, and the difference."""
-    spec, limits = problem.spec, problem.limits
-    one_block = spec.num_layers * spec.kv_bytes_per_token_layer() * limits.block_tokens
-    need = spec.weight_bytes() + one_block
+    spec, limits, need = problem.spec, problem.limits, problem.least_bytes
     have = sum(
         limits.arena_bytes(problem.topology.gpu(shape.gpu_type).memory_bytes) * shape.gpus * count
         for shape, count in signature.counts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -107,6 +108,13 @@ class Problem:
     def with_goal(self, goal: Goal) -> Problem:
         """The same model and GPUs for another goal."""
         return Problem(self.spec, self.topology, goal, self.acted, self.profiles)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The whole model's weights and one block of KV."""
+        spec = self.spec
+        one_block = spec.num_layers * spec.kv_bytes_per_token_layer() * self.limits.block_tokens
+        return spec.weight_bytes() + one_block
 
     # ---------------------------------------------------------------------------------- kinds
 

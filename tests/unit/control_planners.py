@@ -79,6 +79,9 @@ class OneStagePerNode:
     def options(self, signature: Signature) -> Sequence[Gear]:
         return ()
 
+    def look(self, signature: Signature) -> Gear | NoGear | None:
+        return self.choose(signature)
+
     def others(
         self, agents: Sequence[AgentRecord], current: InstalledGear | None
     ) -> Sequence[Gear]:

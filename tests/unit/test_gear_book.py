@@ -207,6 +207,32 @@ def test_what_cannot_hold_the_model_is_not_planned_for(tiny_model: Path, site: S
     assert asked == []
 
 
+def test_looking_asks_nobody(tiny_model: Path, site: Site, table: GearTable) -> None:
+    asked: list[Signature] = []
+    planner = ServicePlanner(service(tiny_model), site, asked.append)
+    planner.book.use(table)
+    assert planner.look(sig("a100:2x3")) is None and asked == []
+    assert planner.look(sig("a100:2x2")) == table.gear(sig("a100:2x2"))
+    short = planner.look(sig("toy:1x3"))
+    assert isinstance(short, NoGear) and short.short_bytes > 0
+    assert isinstance(planner.choose(sig("a100:2x3")), Gear) and asked == [sig("a100:2x3")]
+    assert planner.look(sig("a100:2x3")) is None, "a stand-in is not what is known"
+
+
+def test_the_service_looks_up_in_microseconds(
+    tiny_model: Path, site: Site, table: GearTable
+) -> None:
+    planner = ServicePlanner(service(tiny_model), site)
+    planner.book.use(table)
+    planner.choose(sig("a100:2x2,l40s:2x2"))
+    times = []
+    for _ in range(200):
+        started = time.perf_counter()
+        planner.choose(table.header.pool)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 50e-6
+
+
 PLANS = "scheduling: {plans: ['l40s:2x2,a100:2'], fallback_plan: 'a100:2x2'}"
 
 

@@ -7,7 +7,7 @@ import pytest
 from flexslurm.control.horizon import Outlook, RiskGroup
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.prospect import MOST_ENDS, outlook_of
-from flexslurm.gear import Gear
+from flexslurm.gear import Gear, NoGear, Signature
 from tests.unit.control_planners import OneReplicaPerNode
 from tests.unit.control_world import World
 
@@ -36,7 +36,7 @@ def outlook(world: World, gear: InstalledGear | None = None, horizon_s: float = 
 
 def rates(found: Outlook) -> dict[tuple[int, ...], float]:
     return {
-        gone: gear.estimates.tokens_per_s if isinstance(gear, Gear) else 0.0
+        gone: gear.estimates.tokens_per_s if isinstance(gear, Gear) else gear
         for gone, gear in found.after.items()
     }
 
@@ -59,7 +59,7 @@ def test_pilots_that_end_together_are_one_end() -> None:
     world = served(("a", "a100", 1000.0), ("b", "a100", 1030.0), ("c", "a100", 1200.0))
     found = outlook(world)
     assert [round(end) for end in found.ends_s] == [995, 1195]
-    assert rates(found) == {(2, 0): 200.0, (2, 1): 0.0}
+    assert rates(found) == {(2, 0): 200.0}, "without all three nothing serves"
 
 
 def test_ends_beyond_the_most_that_are_told_apart_fall_on_the_last() -> None:
@@ -93,4 +93,18 @@ def test_pilots_that_stand_by_are_told_apart_from_those_that_serve() -> None:
     assert [(group.used, round(group.ends_in_s or 0)) for group in found.groups] == [
         (True, 995), (False, 1995),
     ]  # fmt: skip
-    assert rates(found) == {(1, 0): 200.0, (1, 1): 0.0}
+    assert rates(found) == {(1, 0): 200.0}
+
+
+class Forgetful(OneReplicaPerNode):
+    """Knows no gear but for what is here."""
+
+    def look(self, signature: Signature) -> Gear | NoGear | None:
+        return None
+
+
+def test_of_what_may_come_nobody_is_asked_and_what_is_not_known_falls_with_the_gpus() -> None:
+    world = served(("a", "a100", 1000.0), ("b", "a100", 2000.0), ("c", "l40s", None))
+    world.control.planner = Forgetful()
+    found = outlook(world)
+    assert rates(found) == {(1, 0): pytest.approx(2 / 3), (1, 1): pytest.approx(1 / 3)}
