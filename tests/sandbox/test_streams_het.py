@@ -12,11 +12,12 @@ import pytest
 import yaml
 from submitter_suite import wait
 
-from flexslurm.cli.ask import ask_status
+from flexslurm.cli.ask import ask, ask_status
 from flexslurm.cli.stopping import stop_service
 from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.site import Site
 from flexslurm.errors import FlexslurmError
+from flexslurm.messages import DrainAsk
 from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
@@ -113,11 +114,28 @@ def component(here: World, partition: str) -> str:
     return found[0][0]
 
 
+def one_is_drained(here: World) -> None:
+    fragment = next(name for name, node in in_use(here).items() if node == "s2")
+    here.load.start()
+    try:
+        here.load.in_the_middle()
+        ask(here.service.directory, DrainAsk(fragment=fragment), 10.0)
+        told = here.service.until(lambda status: here.state_of(status, fragment) == "drained")
+        here.load.one_more_each()
+    finally:
+        here.load.finish()
+    assert next(f.node for f in told.fragments if f.name == fragment) == "s2"
+
+
 def test_a_node_that_is_not_the_head_s_is_lost(
     tmp_path: Path, tiny_model: Path, root: Path, record_property: Report
 ) -> None:
-    """Of the second component; Slurm takes it out, and the job goes on."""
+    """Of the second component; Slurm takes it out, and the job goes on.
+
+    Before, an operator drains a pilot of the first: it is shown as that.
+    """
     with job(tmp_path, tiny_model, root, BOTH) as here:
+        one_is_drained(here)
         fragment, node = next(f for f in in_use(here).items() if f[1].startswith("t"))
         here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
         second = component(here, "second")
