@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from flexslurm.cli import shared_options as shared
-from flexslurm.errors import ServiceError
+from flexslurm.errors import EnvironmentFault, ServiceError
 
 
 @click.command()
@@ -35,7 +36,13 @@ def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) ->
     from flexslurm.cli.demo_story import Story
     from flexslurm.cli.endings import scratch_directory
     from flexslurm.cli.model_prepare import prepare_smollm2
+    from flexslurm.engine.checkpoint import check_files
+    from flexslurm.engine.families import check_model
 
+    if json_file is not None:
+        check_writable(json_file)
+    if model is not None:
+        check_files(check_model(model))
     model = (model or prepare_smollm2(click.echo)).absolute()
     with scratch_directory("flexslurm-demo-", keep=keep) as home:
         if keep:
@@ -46,6 +53,19 @@ def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) ->
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
     if figures.completed != figures.requests or not figures.tokens_equal:
         raise ServiceError("the streams did not all end with the undisturbed run's tokens")
+
+
+def check_writable(file: Path) -> None:
+    """Whether the figures can be written there, before they are measured. Raises EnvironmentFault.
+
+    Nothing is made: a demo that fails leaves no file.
+    """
+    place = file.absolute().parent
+    free = file.is_file() or (place.is_dir() and not file.is_dir())
+    if not free or not os.access(file if file.is_file() else place, os.W_OK):
+        raise EnvironmentFault(
+            f"cannot write the figures to {file}", hint="name a file in a directory of yours"
+        )
 
 
 def table(figures: dict[str, object]) -> str:
