@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flexslurm.slurm.client import SlurmClient
@@ -55,6 +56,16 @@ def run_s(client: SlurmClient, *options: str) -> float:
     began = time.monotonic()
     assert client.call("srun", "--partition=low", *options, "hostname").out
     return time.monotonic() - began
+
+
+def best_s(delay_s: Callable[[], float], enough_s: float = 1.0) -> float:
+    """The least of a few tries at a time that a busy machine makes longer, never shorter."""
+    least_s = delay_s()
+    for _ in range(5):
+        if least_s < enough_s:
+            break
+        least_s = min(least_s, delay_s())
+    return least_s
 
 
 def tellers(hooks: Path) -> list[str]:

@@ -100,10 +100,8 @@ def assert_gone(box: Sandbox) -> None:
     assert not sandbox_host.short_run(box.home).exists()
 
 
-def test_up_is_quick_proven_and_happens_once(box: Sandbox) -> None:
-    began = time.monotonic()
+def test_up_is_proven_and_happens_once(box: Sandbox) -> None:
     box.up()
-    assert time.monotonic() - began < 15
     first = box.status()
     assert first.up and len(first.daemons) == 4 and "g1" in first.report and "low" in first.report
     box.up()
