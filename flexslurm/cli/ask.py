@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 
@@ -15,8 +16,11 @@ from flexslurm.messages import (
     StatusAsk,
     ToCli,
 )
-from flexslurm.wire.service_dir import ServiceDir
+from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 from flexslurm.wire.transport import HeadLink
+
+_GONE_S = 1.0
+"""How long a head is asked whose process is not seen: it may be in another container."""
 
 
 def ask(
@@ -35,21 +39,45 @@ def ask(
             f"no head has published its address in {directory.path}",
             hint="its job may still be pending, or has ended: see 'flexslurm logs'",
         )
+    gone = _seems_gone(head)
     link: HeadLink[ToCli] = HeadLink(
         head.control, directory.keys(), f"c-{secrets.token_hex(6)}", ToCli
     )
     try:
-        answer = link.ask(question, timeout_s)
+        answer = link.ask(question, min(timeout_s, _GONE_S) if gone else timeout_s)
     except DeadlineExceeded:
-        raise ServiceUnreachable(
-            f"the head at {head.control} (process {head.pid} on {head.node}) does not answer",
-            hint="it may have crashed: see its log with 'flexslurm logs', then launch again",
-        ) from None
+        raise _silent(head, gone) from None
     finally:
         link.close()
     if isinstance(answer, AskRefused):
         raise ServiceError(answer.message, hint=answer.hint)
     return answer
+
+
+def _seems_gone(head: HeadAddress) -> bool:
+    """Whether it would be a process of this machine, and there is none of its number."""
+    if head.node != os.uname().nodename:
+        return False
+    try:
+        os.kill(head.pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _silent(head: HeadAddress, gone: bool) -> ServiceUnreachable:
+    where = f"(process {head.pid} on {head.node})"
+    if gone:
+        return ServiceUnreachable(
+            f"the head {where} is gone",
+            hint="why: 'flexslurm logs'; launched again, the service takes its pilots over",
+        )
+    return ServiceUnreachable(
+        f"the head at {head.control} {where} does not answer",
+        hint="it may have crashed: see its log with 'flexslurm logs', then launch again",
+    )
 
 
 def ask_status(directory: ServiceDir, timeout_s: float = 5.0) -> StatusAnswer:
