@@ -105,7 +105,7 @@ class Ground:
 
     # ------------------------------------------------------------------ acting
 
-    def shift_to(self, gear: str, timeout_s: float = 40.0) -> dict[str, float | str]:
+    def shift_to(self, gear: str, timeout_s: float = 100.0) -> dict[str, float | str]:
         """Go into a gear; the history's line of it."""
         answer = ask(self.service.directory, ShiftAsk(to=gear), 10.0)
         assert isinstance(answer, ShiftAnswer)
@@ -124,7 +124,7 @@ class Ground:
             time.sleep(0.01)
         return asks, threads
 
-    def wait_struck(self, asks: list[Ask], timeout_s: float = 20.0) -> None:
+    def wait_struck(self, asks: list[Ask], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.struck():
             assert time.monotonic() < deadline, f"the fault never came; {self.service.status()}"
@@ -172,12 +172,12 @@ class Ground:
 
     def relaunch(self) -> None:
         """After the head's death."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while list(self.service.processes("flexslurm.head.main")):
             assert time.monotonic() < deadline, "the head lives"
             time.sleep(0.02)
         submitting.execute(self.service.plan, lambda line: None)
-        launching.wait_until_serving(self.service.plan, lambda line: None, 60)
+        launching.wait_until_serving(self.service.plan, lambda line: None, 90)
 
     def restore(self, fragments: int, gear: str) -> None:
         """No fault, all fragments there, this gear, and nothing left of anything else."""
@@ -188,7 +188,7 @@ class Ground:
 
     # ------------------------------------------------------------------ what must hold
 
-    def check_clean(self, timeout_s: float = 15.0) -> None:
+    def check_clean(self, timeout_s: float = 60.0) -> None:
         """Nothing is left of any other epoch; or fail.
 
         No memory, group, port, thread, descriptor, process or shared memory.

@@ -17,7 +17,7 @@ LONG = 300
 def test_all_pilots_are_preempted_with_notice_and_come_back(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    settings = tiny_service(tiny_model, [("a100", 1, 2)], memory_fraction=1.0)
+    settings = tiny_service(tiny_model, [("a100", 1, 2)], memory_fraction=1.0, lost_after="10s")
     settings["executor"] = {"checkpoint_dir": str(tmp_path / "kept")}
     site = tiny_site(a100="1200kB")  # one GPU alone cannot hold the model
     site["gpu_types"]["a100"]["virtual"] = {"speed": 0.1}  # so that answers outlast the notice

@@ -37,7 +37,7 @@ STREAMS, LONG = 12, 120
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     """Three virtual GPUs that compute slowly, so that a few streams are a load."""
     home = tmp_path_factory.mktemp("policy")
-    settings = tiny_service(tiny_model, [("a100", 3, 1)], max_batch=4)
+    settings = tiny_service(tiny_model, [("a100", 3, 1)], max_batch=4, lost_after="10s")
     settings["profiling"] = {"interval_sec": 0.1, "window_minutes": WINDOW_S / 60}
     settings["decisions"] = {"min_action_gap_sec": 1, "migration_benefit_ratio": 1.3}
     site = tiny_site()
@@ -95,7 +95,9 @@ def test_cordon_and_drain_outlive_the_head(
 ) -> None:
     """One pilot of three is cordoned, one drained; the head is killed and launched again."""
     home = tmp_path_factory.mktemp("cordons")
-    with running(home, tiny_service(tiny_model, [("a100", 1, 3)]), tiny_site()) as service:
+    with running(
+        home, tiny_service(tiny_model, [("a100", 1, 3)], lost_after="10s"), tiny_site()
+    ) as service:
         service.until(lambda s: s.state == "serving" and used(s) == {"a100-1", "a100-2", "a100-3"})
         ask(service.directory, CordonAsk(fragment="a100-2"), 10.0)
         ask(service.directory, DrainAsk(fragment="a100-3"), 10.0)

@@ -33,7 +33,7 @@ LONG = 240
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     """Four virtual GPUs on one node, each with room for several gears."""
     home = tmp_path_factory.mktemp("shifts")
-    settings = tiny_service(tiny_model, POOL)
+    settings = tiny_service(tiny_model, POOL, lost_after="10s")  # nobody is silent here
     settings["executor"] = {"checkpoint_dir": str(home / "kept")}
     with running(home, settings, tiny_site()) as service:
         yield service

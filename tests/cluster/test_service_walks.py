@@ -21,7 +21,7 @@ LONG = 60
 def walker(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Ground]:
     """Four virtual GPUs on one node, each with room for several gears."""
     home = tmp_path_factory.mktemp("walks")
-    settings = tiny_service(tiny_model, [("a100", GPUS, 1)])
+    settings = tiny_service(tiny_model, [("a100", GPUS, 1)], lost_after="10s")
     with ground(home, tiny_model, settings, tiny_site(), [], LONG) as walker:
         yield walker
 
@@ -85,7 +85,7 @@ def test_random_gears_under_load(walker: Ground, tiny_model: Path, seed: int) ->
 
 def test_a_real_model_walks_with_its_kv(tmp_path: Path, smollm2: Path) -> None:
     """SmolLM2 in float32: greedy lines through four gears are those of one that stands still."""
-    settings = tiny_service(smollm2, [("a100", 3, 1)])
+    settings = tiny_service(smollm2, [("a100", 3, 1)], lost_after="10s")
     settings["model"] |= {"dtype": "float32"}
     site = tiny_site(a100="1500MB")
     prompts = [[504, 3575, 282, 4649, 314], list(range(1000, 1040))]

@@ -23,7 +23,7 @@ from flexslurm.slurm.pilot import SlurmSubmitter
 from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilots, ServiceDir
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
     def look(self) -> None:
         self.pool.looked(self.pool.look([p.job_id for p in self.pool.pilots if p.job_id]))
 
-    def until(self, done: Callable[[], bool], seconds: float = 40.0) -> None:
+    def until(self, done: Callable[[], bool], seconds: float = 100.0) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < deadline, (self.pool.lines(), self.records)
@@ -73,7 +73,7 @@ def test_a_refusal_is_said_in_words_and_stops_it(
     tmp_path: Path, sandbox_site: Site, slurm: SlurmClient
 ) -> None:
     bench = Bench(tmp_path, sandbox_site, "gpu_type: a100, gpus: 9")
-    bench.until(lambda: bool(bench.said("stopped")), 20)
+    bench.until(lambda: bool(bench.said("stopped")))
     words = bench.said("refused")[0]
     assert "no node has what is asked for" in words and "configuration" in words
     assert "no more are submitted for now" in bench.pool.lines()[0]
@@ -94,7 +94,7 @@ def test_a_held_job_is_said_and_left_alone(
     scavenge = sandbox_site.partitions["scavenge"].model_copy(update={"sbatch_args": ["--hold"]})
     site = sandbox_site.model_copy(update={"partitions": {"scavenge": scavenge}})
     bench = Bench(tmp_path, site, "gpu_type: l40s, gpus: 1")
-    bench.until(lambda: bool([r for r in bench.records if r["what"] == "held"]), 20)
+    bench.until(lambda: bool([r for r in bench.records if r["what"] == "held"]))
     job = bench.pool.pilots[0].job_id
     slurm.call("scontrol", "release", job)
     bench.until(lambda: JobState.RUNNING in bench.jobs().values())
@@ -147,7 +147,7 @@ def test_a_node_is_taken_from_a_running_job(
     bench.look()
     job = bench.pool.pilots[0].job_id
     bench.pool.keeper.part("a100-1", "a100n2")
-    bench.until(lambda: slurm.jobs([job])[job].nodes == ("a100n1",), 20)
+    bench.until(lambda: slurm.jobs([job])[job].nodes == ("a100n1",))
     info = slurm.jobs([job])[job]
     assert info.state is JobState.RUNNING and info.restarts == 0
     assert bench.pool.pilots[0].nodes == 1
