@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flexslurm.config.site import Site
 from flexslurm.control.choices import PolicySettings, ShiftPrice
 from flexslurm.control.installed import InstalledGear, InstalledReplica, ReplicaKey, SeatedWorker
 from flexslurm.control.members import AgentRecord, GpuAt
+from flexslurm.control.preview import kept_replicas
 from flexslurm.gear import Gear, Replica, Shape, Signature, check_gear, replica_slots
 from flexslurm.head.planning import ServicePlanner
 from flexslurm.messages import PROTOCOL, AgentHello, GpuInfo
@@ -193,6 +195,23 @@ def test_the_service_offers_what_is_cheap_to_reach_and_the_next_best(
     for one in offered:
         check_gear(one, planner.spec.num_layers)
         assert one.estimates.tokens_per_s <= best.estimates.tokens_per_s * (1 + 1e-6)
+
+
+def test_placed_it_touches_none_of_the_replicas_that_stay(planner: ServicePlanner) -> None:
+    """Wherever they are: the nodes' numbers in the gear say nothing of where its replicas are."""
+    two = planner.choose(Signature.parse("a100:1x2"))
+    assert isinstance(two, Gear) and len(two.replicas) == 2
+    here = agents("l40s", "a100", "a100", "a100")
+    moved = [
+        replace(one, seats=tuple(s._replace(at=GpuAt(f"p{3 - n}", 0)) for s in one.seats))
+        for n, one in sorted(in_place(two).replicas.items())
+    ]
+    current = InstalledGear(two, dict(enumerate(moved)))
+    offered = planner.others(here, current)[0]
+    placement = planner.place(offered, here, current)
+    assert kept_replicas(current, offered, placement) == {0: moved[0], 1: moved[1]}
+    assert len(offered.replicas) > 2
+    assert {at.agent for at in placement.values()} == {"p0", "p1", "p2", "p3"}
 
 
 def test_after_a_loss_only_what_keeps_the_others_is_offered(planner: ServicePlanner) -> None:
