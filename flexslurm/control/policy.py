@@ -123,8 +123,7 @@ def _for_gain(seen: Observation, current: Gear, settings: PolicySettings) -> Dec
     if current.name == settings.default_plan:
         return Decision(None, f"{current.name} is the default plan")
     if not usual:
-        rate = f"{useful(seen, settings, None)(current):.0f} tokens/s"
-        return Decision(None, f"{current.name} is the best gear for this allocation ({rate})")
+        return _is_best(seen, current, settings)
     default = [o for o in usual if o.gear.name == settings.default_plan]
     if default:
         return _unless_too_early(
@@ -141,6 +140,22 @@ def _for_gain(seen: Observation, current: Gear, settings: PolicySettings) -> Dec
         return decision
     other = _for_load(seen, current, settings, same, horizon)
     return other if decision is None or other.gear is not None else _neither(decision, other)
+
+
+def _is_best(seen: Observation, current: Gear, settings: PolicySettings) -> Decision:
+    rate = f"{useful(seen, settings, None)(current):.0f} tokens/s"
+    return Decision(None, f"{current.name} is the best gear for this allocation ({rate})")
+
+
+def _not_enough(
+    seen: Observation, current: Gear, settings: PolicySettings, weighed: Weighed, words: str
+) -> Decision:
+    """Below the benefit ratio. That the best gear is better than others goes without figures."""
+    best = isinstance(seen.best, Gear) and same_layout(seen.best, current)
+    if best and weighed.option.words and weighed.ratio <= 1:
+        return _is_best(seen, current, settings)
+    ratio = f"{settings.migration_benefit_ratio:g}"
+    return Decision(None, f"{words}, below the benefit ratio of {ratio}")
 
 
 def _neither(one: Decision, other: Decision) -> Decision:
@@ -160,7 +175,7 @@ def _for_new_gpus(
     weighed = weigh(seen, current, settings, options, horizon, None)
     words = _compared(weighed, current, horizon, seen, settings)
     if not weighed.enough(settings.migration_benefit_ratio):
-        return Decision(None, f"{words}, below the benefit ratio of {_ratio(settings)}")
+        return _not_enough(seen, current, settings, weighed, words)
     return _unless_too_early(seen, settings, weighed.option, words)
 
 
@@ -177,7 +192,7 @@ def _for_load(
     words = _compared(weighed, current, horizon, seen, settings)
     ratio = settings.migration_benefit_ratio
     if not weighed.enough(ratio):
-        return Decision(None, f"{words}, below the benefit ratio of {_ratio(settings)}")
+        return _not_enough(seen, current, settings, weighed, words)
     if seen.windows is not None and len(seen.windows) < 2:
         return Decision(None, f"{words}: too little is measured yet", settings.window_s)
     chosen = (weighed.option,)
@@ -224,10 +239,6 @@ def _compared(
         f"({course}{reasons.risk(option.outlook, weight)}) against {weighed.stay:,.0f} "
         f"({stay}{reasons.risk(seen.outlook, weight)}){late}"
     )
-
-
-def _ratio(settings: PolicySettings) -> str:
-    return f"{settings.migration_benefit_ratio:g}"
 
 
 def same_layout(one: Gear, other: Gear) -> bool:

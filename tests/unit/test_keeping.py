@@ -273,3 +273,4 @@ def test_one_that_is_no_better_is_not_gone_to_even_where_no_gain_is_asked_for() 
     world.join("a")
     world.measure(1300, 900.0, waiting=9)
     assert installed(world) == "a100:2" and len(world.control.history) == 1
+    assert world.control.reason.startswith("a100:2 is the best gear for this allocation (")
