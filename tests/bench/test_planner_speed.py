@@ -17,7 +17,7 @@ from flexslurm.gear import Gear, Signature, check_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.published import config_of
-from flexslurm.planner.tabulate import Pilots, make_table, pilots_of
+from flexslurm.planner.tabulate import PilotKind, make_table, pilots_of
 from flexslurm.planner.table import GearTable
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Workload
@@ -76,7 +76,7 @@ def test_a_thousand_gpus_of_four_types(pool: str) -> None:
 def test_a_table_of_ten_thousand_signatures() -> None:
     answer = measured(
         """
-        pilots = tuple(Pilots(Signature.parse(text), 9)
+        pilots = tuple(PilotKind(Signature.parse(text), 9)
                        for text in ("h100:8x3", "a100-80:4x8", "l40s:4x8", "l4:8x3"))
         pool = Signature.of([n for p in pilots for n in p.nodes.nodes() * p.count])
         began = time.monotonic()
