@@ -213,10 +213,10 @@ class SlurmClient:
     def version(self) -> tuple[int, int, int]:
         """Major, minor and micro of the commands, as (22, 5, 8)."""
         out = self.call("scontrol", "--version").out
-        match = _VERSION.search(out)
-        if match is None:
+        found = release_in(out)
+        if found is None:
             raise SlurmError(f"cannot read the Slurm version in '{out.strip()[:80]}'")
-        return int(match[1]), int(match[2]), int(match[3] or 0)
+        return found
 
     # ----------------------------------------------------------------------------- telling
 
@@ -245,6 +245,12 @@ class SlurmClient:
 
     def requeue(self, job_id: str) -> None:
         self.call("scontrol", "requeue", parse_job_id(job_id).base)
+
+
+def release_in(text: str) -> tuple[int, int, int] | None:
+    """Slurm's release as `scontrol` writes it: (22, 5, 8) in "slurm 22.05.8"; None without one."""
+    match = _VERSION.search(text)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
 def _names_of(folder: Path) -> frozenset[str]:

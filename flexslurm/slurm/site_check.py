@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flexslurm.config.site import Partition, Site
 from flexslurm.config.units import TIME
-from flexslurm.slurm.client import NodeInfo, PartitionInfo
+from flexslurm.slurm.client import NodeInfo, PartitionInfo, release_in
 from flexslurm.slurm.discover import ClusterFacts, by_qos, window_of
 from flexslurm.slurm.gpu_request import gpu_request
 from flexslurm.slurm.window import compare_windows, disagreements, site_window
@@ -157,6 +157,13 @@ def _check_users_signal(facts: ClusterFacts, found: Findings) -> None:
     windows = [window_of(info, facts) for info in facts.partitions]
     if any(w.user_signal for w in windows):
         found.notes.append("Slurm warns with SIGUSR1 (send_user_signal): the pilots ask for it")
+        return
+    release = release_in(facts.config.get("SLURM_VERSION", ""))
+    if release is not None and any(w.preemptible and w.grace_s > 0 for w in windows):
+        found.notes.append(
+            "Slurm warns with SIGTERM, which may be a cancel's and promises the kill wait alone; "
+            f"with '{signal_hint(release)}' in slurm.conf the whole grace time is known at once"
+        )
 
 
 def signal_hint(version: tuple[int, int, int]) -> str:

@@ -20,7 +20,7 @@ from flexslurm.slurm.gpu_request import gpu_request, gres_option
 from flexslurm.slurm.gres import parse_gres
 from flexslurm.slurm.mig import mig_slice
 from flexslurm.slurm.records import parse_records
-from flexslurm.slurm.site_check import check_against, check_alone, signal_hint
+from flexslurm.slurm.site_check import check_against, check_alone
 from flexslurm.slurm.states import node_state
 
 
@@ -218,9 +218,21 @@ def test_what_the_file_alone_shows() -> None:
     assert any("8 s of warning" in line for line in found.notes)
 
 
-def test_the_line_for_the_admin_depends_on_the_release() -> None:
-    assert signal_hint((22, 5, 8)).startswith("SlurmctldParameters=preempt_")
-    assert signal_hint((23, 2, 0)).startswith("PreemptParameters=")
+@pytest.mark.parametrize(
+    ("release", "line"),
+    [
+        ("22.05.8", "'SlurmctldParameters=preempt_send_user_signal'"),
+        ("23.02.0", "'PreemptParameters=send_user_signal'"),
+        ("24.11", "'PreemptParameters=send_user_signal'"),
+    ],
+)
+def test_the_line_for_the_admin_depends_on_the_release(release: str, line: str) -> None:
+    site, _ = discovered(FACTS)
+    facts = replace(FACTS, config={**FACTS.config, "SLURM_VERSION": release})
+    assert any(line in note for note in check_against(site, facts).notes)
+    told = {**facts.config, "SlurmctldParameters": "preempt_send_user_signal"}
+    notes = check_against(site, replace(facts, config=told)).notes
+    assert any("SIGUSR1" in note for note in notes) and not any(line in note for note in notes)
 
 
 @pytest.mark.parametrize(
