@@ -36,7 +36,7 @@ from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.recompute import RecomputeCost, gear_recompute_cost
 from flexslurm.planner.table import GearTable
-from flexslurm.planner.targets import gear_within_targets
+from flexslurm.planner.targets import WithinTargets
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal
 
@@ -68,6 +68,7 @@ class ServicePlanner:
             name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
         }
         self._problem = Problem(self.spec, self.topology, self.goal, self._acted, self._profiles)
+        self._within = WithinTargets(self._problem)
         self._service = service
         self.book = GearBook(ask)
         self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
@@ -212,7 +213,7 @@ class ServicePlanner:
         slo = self.goal.slo
         if slo.ttft_s is None and slo.tpot_s is None:
             return gear.estimates.tokens_per_s * speed
-        return gear_within_targets(self._problem, gear, speed)
+        return self._within.gear(gear, speed)
 
     def price(self, ask: PlanShift) -> ShiftPrice:
         """What a shift would cost; nothing until `priced_by` is set."""

@@ -1,10 +1,13 @@
-"""What a gear can give within the TTFT and TPOT targets, by the cost model; pure.
+"""What gears can give within the TTFT and TPOT targets, by the cost model.
 
 A plan that meets the targets gives all it can within them. One that was made because none does, or
-that an operator wrote out, may still meet them with smaller batches, at a lower load.
+that an operator wrote out, may still meet them with smaller batches, at a lower load. Never plans.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,31 +17,65 @@ from flexslurm.planner.layouts import (
     replica_first_token_s,
     replica_tokens_per_s,
 )
+from flexslurm.planner.placement import bare_replica
 from flexslurm.planner.problem import Problem
 
-
-def gear_within_targets(problem: Problem, gear: Gear, speed: float) -> float:
-    """Tokens per second of all replicas; `speed`: what machines do over what was estimated."""
-    known: dict[Replica, float] = {}
-    total = 0.0
-    for one in gear.replicas:
-        stages = tuple(msgspec.structs.replace(stage, node=0) for stage in one.stages)
-        bare = msgspec.structs.replace(one, stages=stages)
-        if bare not in known:
-            known[bare] = replica_within_targets(problem, bare, speed)
-        total += known[bare]
-    return total
+_MOST_KNOWN = 4096
 
 
-def replica_within_targets(problem: Problem, replica: Replica, speed: float) -> float:
-    """With the largest batch that meets both targets; 0 where not even the smallest does."""
-    slo, best = problem.slo, 0.0
-    sizes = [b for b in problem.batches(len(replica.stages)) if b < replica.max_batch]
-    for batch in (*sizes, replica.max_batch):
-        one = msgspec.structs.replace(replica, max_batch=batch)
-        if slo.tpot_s is not None and replica_cycle_s(problem, one) > slo.tpot_s * speed:
-            continue
-        if slo.ttft_s is not None and replica_first_token_s(problem, one) > slo.ttft_s * speed:
-            continue
-        best = max(best, replica_tokens_per_s(problem, one) * speed)
-    return best
+class BatchTimes(NamedTuple):
+    """One batch size of a replica."""
+
+    tokens_per_s: float
+    tpot_s: float
+    ttft_s: float
+
+
+class WithinTargets:
+    """Answers for one problem; remembers the replicas it has worked out."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[Replica, tuple[BatchTimes, ...]] = {}
+
+    def gear(self, gear: Gear, speed: float) -> float:
+        """Tokens per second of all replicas; `speed`: what machines do over what was estimated."""
+        alike = Counter(map(bare_replica, gear.replicas))
+        return sum(times * self.replica(one, speed) for one, times in alike.items())
+
+    def replica(self, replica: Replica, speed: float) -> float:
+        """With the best batch that meets both targets; 0 where not even the smallest does."""
+        slo = self._problem.slo
+        most_tpot_s = float("inf") if slo.tpot_s is None else slo.tpot_s * speed
+        most_ttft_s = float("inf") if slo.ttft_s is None else slo.ttft_s * speed
+        return max(
+            (
+                one.tokens_per_s * speed
+                for one in self._times(replica)
+                if one.tpot_s <= most_tpot_s and one.ttft_s <= most_ttft_s
+            ),
+            default=0.0,
+        )
+
+    def _times(self, replica: Replica) -> tuple[BatchTimes, ...]:
+        bare = bare_replica(replica)
+        if bare not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[bare] = tuple(self._worked_out(bare))
+        return self._known[bare]
+
+    def _worked_out(self, replica: Replica) -> list[BatchTimes]:
+        problem, most = self._problem, replica.max_batch
+        sizes = [batch for batch in problem.batches(len(replica.stages)) if batch < most]
+        found = []
+        for batch in (*sizes, most):
+            one = msgspec.structs.replace(replica, max_batch=batch)
+            found.append(
+                BatchTimes(
+                    replica_tokens_per_s(problem, one),
+                    replica_cycle_s(problem, one),
+                    replica_first_token_s(problem, one),
+                )
+            )
+        return found

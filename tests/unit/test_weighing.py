@@ -21,7 +21,7 @@ from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.problem import Problem
 from flexslurm.planner.published import config_of
-from flexslurm.planner.targets import gear_within_targets
+from flexslurm.planner.targets import WithinTargets
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import Goal, Slo, Workload
 from tests.unit.test_policy import gear, seen
@@ -245,7 +245,7 @@ def planned(slo: Slo, pool: str = "h100:1,l4:2") -> tuple[Problem, Gear]:
 def test_a_plan_that_meets_the_targets_gives_all_of_it_in_time() -> None:
     problem, found = planned(Slo(2.0, 0.1))
     assert found.estimates.tpot_s <= 0.1
-    assert gear_within_targets(problem, found, 1.0) >= found.estimates.tokens_per_s * (1 - 1e-9)
+    assert WithinTargets(problem).gear(found, 1.0) >= found.estimates.tokens_per_s * (1 - 1e-9)
 
 
 def test_a_gear_made_for_no_targets_gives_less_within_tight_ones() -> None:
@@ -253,12 +253,12 @@ def test_a_gear_made_for_no_targets_gives_less_within_tight_ones() -> None:
     tight = Problem(
         SPEC, FIGURES, Goal(Workload(1000, 100), Slo(tpot_s=found.estimates.tpot_s / 3))
     )
-    inside = gear_within_targets(tight, found, 1.0)
+    inside = WithinTargets(tight).gear(found, 1.0)
     assert 0 < inside < found.estimates.tokens_per_s
     never = Problem(SPEC, FIGURES, Goal(Workload(1000, 100), Slo(tpot_s=1e-6)))
-    assert gear_within_targets(never, found, 1.0) == 0.0
+    assert WithinTargets(never).gear(found, 1.0) == 0.0
     first = Problem(SPEC, FIGURES, Goal(Workload(1000, 100), Slo(ttft_s=1e-6)))
-    assert gear_within_targets(first, found, 1.0) == 0.0
+    assert WithinTargets(first).gear(found, 1.0) == 0.0
 
 
 def test_within_is_the_best_batch_that_is_in_time() -> None:
@@ -276,4 +276,4 @@ def test_within_is_the_best_batch_that_is_in_time() -> None:
                 ):
                     best = max(best, replica_tokens_per_s(problem, small) * speed)
             expected += best
-        assert gear_within_targets(problem, found, speed) == pytest.approx(expected)
+        assert WithinTargets(problem).gear(found, speed) == pytest.approx(expected)
