@@ -304,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="PACING|GEAR", help="all by default")
     parser.add_argument("--keep", type=Path, help="where models and profiles are kept")
-    asked = parser.parse_args(argv)
+    asked = parser.parse_intermixed_args(argv)
     chosen = [word for word in asked.words if word in pacings] or pacings
     names = [word for word in asked.words if word not in pacings]
     unknown = set(names) - {case.name for case in CASES}
