@@ -47,7 +47,7 @@ c10d: Any = distributed_c10d
 
 _LOOK_AROUND = timedelta(milliseconds=200)
 _SETTLE_S = 0.3
-_CLOSE_POLL_S = 0.01
+_CLOSE_POLL_S = 0.003
 _device_lock = threading.Lock()
 
 

@@ -6,8 +6,8 @@ import contextlib
 import os
 import threading
 
-NICENESS = 15
-"""A thirtieth of what a serving thread gets where both want the same processor: never nothing."""
+NICENESS = 10
+"""A tenth of what a serving thread gets where both want the same processor: never nothing."""
 
 
 def be_nice() -> None:

@@ -34,6 +34,8 @@ from flexslurm.messages import WeightHolder
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_HALVED_BYTES = 8 << 20
+"""So much comes over two connections: while one end of one waits its turn, the other goes on."""
 _LOCAL = (LinkKind.HELD, LinkKind.GPU)
 _PEERS = (LinkKind.NODE, LinkKind.NETWORK)
 
@@ -165,7 +167,7 @@ class PeerFiller:
             results = self._fetch_all(plan, todo, tally)
             tally.tell()
             failed: set[str] = set()
-            for source, found in results.items():
+            for source, found in results:
                 if found.left or found.missing:
                     failed.add(self._peers.holders[source].worker)
                     log.warning(
@@ -203,18 +205,21 @@ class PeerFiller:
         plan: dict[int, list[PieceRange]],
         todo: dict[tuple[str, int], _OpenPiece],
         tally: _Tally,
-    ) -> dict[int, Fetched]:
+    ) -> list[tuple[int, Fetched]]:
         """From all sources side by side; raises what `progress` does, when all have ended."""
+        parts = [(source, part) for source, pieces in plan.items() for part in _halves(pieces)]
         results: dict[int, Fetched] = {}
 
-        def fetch(source: int, pieces: list[PieceRange]) -> None:
+        def fetch(number: int, source: int, pieces: list[PieceRange]) -> None:
             if self._peers.rate_bytes_per_s > 0.0:
                 be_nice()
-            results[source] = self._fetch(source, pieces, todo, tally)
+            results[number] = self._fetch(source, pieces, todo, tally)
 
         threads = [
-            threading.Thread(target=fetch, args=item, name="weights-receiver", daemon=True)
-            for item in plan.items()
+            threading.Thread(
+                target=fetch, args=(number, *part), name="weights-receiver", daemon=True
+            )
+            for number, part in enumerate(parts)
         ]
         for thread in threads:
             thread.start()
@@ -228,9 +233,9 @@ class PeerFiller:
             for thread in threads:
                 thread.join()  # they write to memory that is about to be given back
             raise
-        for source, pieces in plan.items():
-            self._account(pieces, results.get(source), todo)
-        return results
+        for number, (_, pieces) in enumerate(parts):
+            self._account(pieces, results.get(number), todo)
+        return [(parts[number][0], found) for number, found in results.items()]
 
     def _fetch(
         self, source: int, pieces: list[PieceRange], todo: dict[tuple[str, int], _OpenPiece],
@@ -287,3 +292,17 @@ class PeerFiller:
                     self._read += nbytes
                     tally.add(nbytes)
                     tally.tell()
+
+
+def _halves(pieces: list[PieceRange]) -> list[list[PieceRange]]:
+    """Two parts of about as many bytes, or all of them where that is little."""
+    total = sum(piece.nbytes for piece in pieces)
+    if total < _HALVED_BYTES or len(pieces) < 2:
+        return [pieces]
+    at, middle = 0, 1
+    for number, piece in enumerate(pieces[:-1], 1):
+        at += piece.nbytes
+        middle = number
+        if 2 * at >= total:
+            break
+    return [pieces[:middle], pieces[middle:]]
