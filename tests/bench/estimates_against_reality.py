@@ -238,10 +238,16 @@ def service_of(world: World, case: Case, model: Path) -> dict[str, Any]:
     return made
 
 
-def measure_profiles(world: World, model: Path, site: Path, folder: Path) -> None:
-    """Those that are not there already."""
+def measure_profiles(
+    world: World, model: Path, site: Path, folder: Path, cases: Sequence[Case]
+) -> None:
+    """Those of the cases' GPU types that are not there already."""
+    used = {gpu_type for case in cases for gpu_type, _, _ in case.pool}
     for gpu_type, tp in PROFILED:
-        if (folder / f"{model.name}-{gpu_type}-tp{tp}-{world.dtype}.csv").exists():
+        if (
+            gpu_type not in used
+            or (folder / f"{model.name}-{gpu_type}-tp{tp}-{world.dtype}.csv").exists()
+        ):
             continue
         done = flexslurm([
             "profile", str(model), "--local", "--site", str(site), "--gpu-type", gpu_type,
@@ -261,16 +267,15 @@ def run_world(world: World, names: Sequence[str], home: Path) -> float:
     spec = load_spec(str(model), world.dtype)
     weights = spec.weight_bytes()
     (home / "site.yaml").write_text(yaml.safe_dump(world.site(round(LARGE * weights))))
-    measure_profiles(world, model, home / "site.yaml", home / "profiles")
+    cases = [case for case in CASES if not names or case.name in names]
+    measure_profiles(world, model, home / "site.yaml", home / "profiles", cases)
     print(f"\n{world.pacing}: {PROMPT} + {OUTPUT} tokens, up to {MAX_BATCH} sequences a replica")
     print(
         f"{'gear':<20}{'tokens/s: expected':>19}{'measured':>10}{'error':>8}"
         f"{'TPOT ms: expected':>20}{'measured':>10}{'error':>8}   layout"
     )
     worst = 0.0
-    for number, case in enumerate(CASES):
-        if names and case.name not in names:
-            continue
+    for number, case in enumerate(cases):
         asked, site = service_of(world, case, model), world.site(round(case.memory * weights))
         topology = Topology.from_site(parse_section(Site, yaml.safe_dump(site), "s"), world.dtype)
         goal = Goal.from_service(parse_section(Service, yaml.safe_dump(asked), "s"))
