@@ -85,8 +85,7 @@ def observe(
     """`first`: no gear has served yet."""
     members, planner, watch = known.members, known.planner, known.watch
     best = planner.choose(signature_of(members.usable()))
-    outlook = _outlook(now, known, current, HORIZON_S) if current is not None else Outlook()
-    horizon_s = max(outlook.known_end_s or 0.0, HORIZON_S)
+    outlook = _outlook(now, known, current) if current is not None else Outlook()
     options = []
     for gear, words in _reachable(now, best, known, current).values():
         ask = known.preview(now, gear)
@@ -94,7 +93,7 @@ def observe(
             price = ShiftPrice()
             if current is not None:
                 price = _corrected(planner.price(ask), current.gear, watch.corrections)
-            after = _outlook(now, known, ask.new, horizon_s)
+            after = _outlook(now, known, ask.new)
             options.append(Option(gear, price, after, words))
     now_and_then = [option.gear for option in options] + [
         gear
@@ -121,8 +120,8 @@ def observe(
     )
 
 
-def _outlook(now: float, known: Known, gear: InstalledGear, horizon_s: float) -> Outlook:
-    return outlook_of(now, known.members, known.planner, known.watch, gear, horizon_s)
+def _outlook(now: float, known: Known, gear: InstalledGear) -> Outlook:
+    return outlook_of(now, known.members, known.planner, known.watch, gear, HORIZON_S)
 
 
 def _within(gears: Iterable[Gear], known: Known) -> dict[str, float]:

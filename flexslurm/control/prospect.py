@@ -64,6 +64,7 @@ def outlook_of(
 ) -> Outlook:
     """What may happen to the members of a gear within the horizon, and what serves then."""
     usable = members.usable()
+    staying = {agent.id for agent in usable}
     pilots = _pilots(members, usable, gear)
     ends = _merged(pilots, now, horizon_s)
     kinds: Counter[_Kind] = Counter()
@@ -71,7 +72,7 @@ def outlook_of(
         shapes = Counter(
             Shape(node.hello.gpu_type, len(node.hello.gpus))
             for node in pilot.nodes
-            if node in usable and node.hello.gpus
+            if node.id in staying and node.hello.gpus
         )
         hazard = watch.lives.hazard_per_s(pilot.nodes[0])
         if ends[name] is not None or hazard > 0:
