@@ -16,7 +16,7 @@ from flexslurm.config.schema import parse_section
 from flexslurm.config.site import Site
 from flexslurm.errors import FlexslurmError
 from flexslurm.slurm.allocation import Component, allocated_nodes, components
-from flexslurm.slurm.client import _node_info, _partition_info
+from flexslurm.slurm.client import _node_info, _partition_info, release_in
 from flexslurm.slurm.command import is_unavailable
 from flexslurm.slurm.discover import ClusterFacts, parse_qos, site_text, window_of
 from flexslurm.slurm.each_node import nodes_of_allocation
@@ -46,7 +46,8 @@ def test_no_text_ends_in_a_traceback(text: str) -> None:
     for read in (read_components, read_answer):
         with contextlib.suppress(FlexslurmError):
             read(text)
-    for told in (parse_qos, parse_triggers, mig_slice, expand_told, optional, told_duration):
+    for told in (parse_qos, parse_triggers, mig_slice, expand_told, optional, told_duration,
+                 release_in):  # fmt: skip
         told(text)
     assert isinstance(is_held(text), bool) and isinstance(is_unavailable(text), bool)
     with contextlib.suppress(FlexslurmError):
@@ -101,7 +102,7 @@ partitions = st.lists(
 )  # fmt: skip
 configs = st.dictionaries(
     st.sampled_from(["KillWait", "PreemptMode", "PreemptType", "PreemptExemptTime", "ClusterName",
-                     "PreemptParameters"]),
+                     "PreemptParameters", "SLURM_VERSION"]),
     st.one_of(word, st.sampled_from(["preempt/qos", "preempt/partition_prio", "REQUEUE"])),
 )  # fmt: skip
 
