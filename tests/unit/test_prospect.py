@@ -10,6 +10,7 @@ from flexslurm.control.prospect import MOST_ENDS, outlook_of
 from flexslurm.gear import Gear, NoGear, Signature
 from tests.unit.control_planners import OneReplicaPerNode
 from tests.unit.control_world import World
+from tests.unit.measured_world import POLICY, Table, gear, installed
 
 HOUR = 3600.0
 
@@ -108,3 +109,24 @@ def test_of_what_may_come_nobody_is_asked_and_what_is_not_known_falls_with_the_g
     world.control.planner = Forgetful()
     found = outlook(world)
     assert rates(found) == {(1, 0): pytest.approx(2 / 3), (1, 1): pytest.approx(1 / 3)}
+
+
+def test_pilots_that_end_one_after_the_other_are_not_gone_for() -> None:
+    """Two come, for 5 and for 10 minutes: by the first end alone they would be worth it."""
+    gears = {
+        "a100:2": gear("a100:2", 1000.0),
+        "a100:2,l40s:2": gear("a100:2,l40s:2", 1500.0),
+        "a100:2,l40s:2x2": gear("a100:2,l40s:2x2", 2000.0),
+    }
+    for walltimes, wanted in (((305.0, 605.0), "a100:2"), ((305.0, None), "a100:2,l40s:2x2")):
+        world = World(planner=Table(gears), policy=POLICY)
+        world.join("a")
+        world.run(3)
+        assert installed(world) == "a100:2"
+        for name, walltime_s in zip(("s", "t"), walltimes, strict=True):
+            world.join(name, "l40s", 2, walltime_s=walltime_s)
+        world.run(3)
+        assert installed(world) == wanted, world.control.reason
+        if wanted == "a100:2":
+            assert "pilots of it ending in 5" in world.control.reason
+            assert "is estimated at 1.13 times a100:2: 4,05" in world.control.reason
