@@ -56,6 +56,8 @@ _NURSERY_START_S = 180.0
 """A cold start imports torch, DeepSpeed and transformers, from a shared file system perhaps."""
 _LOOK_EVERY_S = 0.5
 """For a head in the service's directory."""
+_MOST_UNREAD = 1000
+"""Messages of the head; an agent that is this far behind comes back as another member."""
 _UNWELCOME_S = 10.0
 """Silence after which a head that has not welcomed us yet counts as lost."""
 
@@ -162,10 +164,16 @@ class Agent:
         """Work for this head until it falls silent, another is published, or the end."""
         assert self._ended is not None
         loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[ToAgent] = asyncio.Queue()
+        inbox: asyncio.Queue[ToAgent] = asyncio.Queue(_MOST_UNREAD)
+
+        def keep(message: ToAgent) -> None:
+            if inbox.full():
+                self._dropped = True  # what it would not read is a new member's to be told
+            else:
+                inbox.put_nowait(message)
 
         def receive(message: ToAgent) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, message)
+            loop.call_soon_threadsafe(keep, message)
 
         self._head, self._welcome, self._dropped = head, None, False
         link: HeadLink[ToAgent] = HeadLink(

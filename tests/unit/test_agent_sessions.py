@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from flexslurm.config.schema import parse_section
 from flexslurm.config.site import Site
+from flexslurm.control import agent
 from flexslurm.control.agent import Agent
 from flexslurm.control.agent_options import AgentOptions
 from flexslurm.control.agent_workers import WorkerEnd
@@ -23,6 +26,7 @@ from flexslurm.messages import (
     Message,
     ReleaseAgent,
     StartWorkers,
+    StopWorkers,
     Welcome,
     WorkerStarted,
 )
@@ -160,6 +164,25 @@ def test_a_head_that_has_dropped_it_meets_another_member(tmp_path: Path) -> None
             here.socket.send("a-1.2", StartWorkers(gpus=(0,)))
             await here.until(lambda: here.started() == ["a-1", "a-1.2"])
             assert here.nursery.agents == ["a-1", "a-1.2"] and here.nursery.most_alive == 1
+
+    asyncio.run(run())
+
+
+def test_an_agent_that_is_too_far_behind_comes_back_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_MOST_UNREAD", 20)
+
+    async def run() -> None:
+        async with place(tmp_path) as here:
+
+            def flooded() -> bool:
+                for _ in range(200):
+                    here.socket.send("a-1", StopWorkers(gpus=(0,), grace_s=1.0))
+                return here.came("a-1.2")
+
+            await here.until(flooded)
+            await here.until(lambda: here.beats("a-1.2"))
 
     asyncio.run(run())
 
