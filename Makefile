@@ -30,7 +30,7 @@ pytest: venv  ## the everyday tests alone
 	tools/pytest -m "$(EVERYDAY)"
 
 test: lint pytest  ## style, types, layers, the everyday tests and the slow ones
-	tools/pytest -m "$(SLOW)"
+	JOBS=2 tools/pytest -m "$(SLOW)"
 
 test-slurm: venv  ## all that Slurm may do to running streams, on a real one (a quarter of an hour)
 	tools/pytest -m "$(SLURM)"

@@ -40,10 +40,10 @@ _PREPARED = cache_dir() / "models" / "smollm2"
 if (_PREPARED / "prepared.json").is_file():
     os.environ.setdefault("FLEXSLURM_TEST_MODEL", str(_PREPARED))
 
-settings.register_profile("everyday", max_examples=60, deadline=None)
+settings.register_profile("everyday", max_examples=40, deadline=None)
 settings.register_profile(
     "ci",
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
     class ByWeight(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = ("tests/sandbox/", "tests/cluster/test_engine_")  # what is made once for all
+            shared = () if nodeid.startswith(_WITH_ITS_OWN) else _SHARED
             whole = next((place for place in shared if nodeid.startswith(place)), None)
             return whole or (nodeid.partition("::")[0] if _is_heavy(nodeid) else nodeid)
 
@@ -95,6 +95,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 
 _MOST_HEAVY = 2
+_SHARED = ("tests/cluster/test_engine_", "tests/sandbox/")
+"""Files with a fork server or a Slurm that is made once for all of them, but for these."""
+_WITH_ITS_OWN = ("tests/sandbox/test_streams_", "tests/sandbox/test_slurm_sandbox_life")
 
 
 def _is_heavy(scope: str) -> bool:

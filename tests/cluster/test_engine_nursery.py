@@ -137,6 +137,7 @@ def test_a_worker_without_keys_says_why(node: Node, head: EngineHead, tmp_path: 
     assert "cannot read the service's keys" in text and "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_lost_fork_server_takes_its_workers_along_and_comes_back(
     own_node: Node, head: EngineHead
 ) -> None:
@@ -166,6 +167,7 @@ def agent(head: EngineHead, tmp_path: Path, root: Path) -> Iterator[subprocess.P
         process.kill()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_an_agent_that_is_killed(agent: subprocess.Popen[str]) -> None:
     assert agent.stdout is not None
     pids = [json.loads(agent.stdout.readline())["server"]]

@@ -177,6 +177,7 @@ def test_degrees_follow_each_other_in_one_process(ranks: Ranks, tiny_model: Path
         assert all(found == sizes[0] for found in sizes), "every rank knows every rank's share"
 
 
+@pytest.mark.slow
 def test_a_real_model_in_float32(ranks: Ranks) -> None:
     from transformers import AutoTokenizer
 

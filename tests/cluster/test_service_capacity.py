@@ -97,6 +97,7 @@ def test_what_outgrows_the_gear_waits_as_long_as_is_said(tight: Ground) -> None:
     tight.check_clean()
 
 
+@pytest.mark.slow
 def test_what_outgrew_the_gear_goes_on_in_a_larger_one(tight: Ground, tiny_model: Path) -> None:
     tight.shift_to(WIDE)
     long = Ask(list(range(1, 101)), 200)

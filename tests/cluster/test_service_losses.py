@@ -79,6 +79,7 @@ def test_a_killed_worker(whole: RunningService, expected: Oracle) -> None:
     whole.until(lambda s: s.epoch > epoch)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs(whole: RunningService, expected: Oracle) -> None:
     asks, threads = whole.under_way(6, 40)
     victim = psutil.Process(next(iter(whole.worker_pids().values())))
@@ -137,6 +138,7 @@ def test_a_killed_head_is_launched_again_and_takes_the_pilots_over(
     check(again, expected(again))
 
 
+@pytest.mark.slow
 def test_two_hundred_streams_of_mixed_lengths(whole: RunningService, tiny_model: Path) -> None:
     mixed = enumerate(some_asks(200, 1, seed=3))
     asks = [Ask(ask.prompt, 3 + number % 12, ask.sampling) for number, ask in mixed]

@@ -32,6 +32,8 @@ partitions:
   low: {nodes: [g], default: true, preempt_mode: REQUEUE}
 kill_wait: 2s
 """
+NAP = str(10**6 + os.getpid())
+"""Seconds that nobody else on this machine sleeps."""
 ORPHANS = """\
 import os, subprocess, sys, time
 for clear in (False, True):
@@ -41,7 +43,7 @@ for clear in (False, True):
             env = dict(os.environ, PATH="/usr/bin:/bin")
             if clear:
                 env = {"PATH": "/usr/bin:/bin"}
-            os.execvpe("sleep", ["sleep", "987"], env)
+            os.execvpe("sleep", ["sleep", sys.argv[1]], env)
         os._exit(0)
 print("started", flush=True)
 time.sleep(600)
@@ -84,7 +86,7 @@ def kill(found: list[Process]) -> None:
 
 def sleepers() -> list[Process]:
     everything = processes.everything()
-    return [p for p in everything if p.name == "sleep" and b"987" in _command(p.pid)]
+    return [p for p in everything if p.name == "sleep" and NAP.encode() in _command(p.pid)]
 
 
 def _command(pid: int) -> bytes:
@@ -130,7 +132,9 @@ def test_down_ends_jobs_their_orphans_and_what_lost_its_slurmstepd(
     box.up()
     (tmp_path / "orphans.py").write_text(ORPHANS)
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\nsrun {sys.executable} -IS {tmp_path}/orphans.py & sleep 986\n")
+    script.write_text(
+        f"#!/bin/bash\nsrun {sys.executable} -IS {tmp_path}/orphans.py {NAP} & sleep 600\n"
+    )
     out = tmp_path / "out"
     assert box.run(["sbatch", f"--output={out}", "--nodes=2", str(script)]) == 0
     wait(lambda: out.exists() and "started" in out.read_text(), 20, "the job runs")
