@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.outputs import check_writable, write_figures
 from flexslurm.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -31,18 +32,18 @@ def bench() -> None:
 @shared.KEEP
 def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
     """Change gears under streams on virtual GPUs, and print what each shift cost."""
-    import msgspec
-
     from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts
     from flexslurm.cli.endings import scratch_directory
 
+    if json_file is not None:
+        check_writable(json_file)
     with scratch_directory("flexslurm-shifts-", keep=keep) as home:
         if keep:
             click.echo(f"kept: {home}")
         figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
     click.echo(table(figures))
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+        write_figures(json_file, figures)
     wrong = [f"{one.before} to {one.after}" for one in figures if not one.tokens_equal]
     if wrong:
         raise ServiceError(f"tokens differ from the undisturbed run's: {'; '.join(wrong)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from flexslurm.cli import shared_options as shared
-from flexslurm.errors import EnvironmentFault, ServiceError
+from flexslurm.cli.outputs import check_writable, write_figures
+from flexslurm.errors import ServiceError
 
 
 @click.command()
@@ -50,22 +50,9 @@ def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) ->
         figures = Story(choose_cluster(home / "cluster", local, click.echo), home, model).run()
     click.echo(table(msgspec.to_builtins(figures)))
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+        write_figures(json_file, figures)
     if figures.completed != figures.requests or not figures.tokens_equal:
         raise ServiceError("the streams did not all end with the undisturbed run's tokens")
-
-
-def check_writable(file: Path) -> None:
-    """Whether the figures can be written there, before they are measured. Raises EnvironmentFault.
-
-    Nothing is made: a demo that fails leaves no file.
-    """
-    place = file.absolute().parent
-    free = file.is_file() or (place.is_dir() and not file.is_dir())
-    if not free or not os.access(file if file.is_file() else place, os.W_OK):
-        raise EnvironmentFault(
-            f"cannot write the figures to {file}", hint="name a file in a directory of yours"
-        )
 
 
 def table(figures: dict[str, object]) -> str:

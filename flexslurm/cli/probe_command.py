@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.outputs import replace_file
 
 if TYPE_CHECKING:
     from flexslurm.planner.links import LinkRow
@@ -83,16 +84,11 @@ def _measure(options: dict[str, Any]) -> ProbeResult:
 
 
 def _write(answer: ProbeResult, path: Path) -> tuple[LinkRow, ...]:
-    from flexslurm.errors import EnvironmentFault
     from flexslurm.planner.links import LinkRow, read_links, write_links
-    from flexslurm.wire.files import write_atomically
 
     rows = [LinkRow(t.source, t.target, t.nbytes, t.seconds) for t in answer.timings]
     text = write_links(rows, f"mpi={answer.library}")
-    try:
-        write_atomically(path.absolute(), text.encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    replace_file(path, text)
     return read_links(text, str(path))
 
 

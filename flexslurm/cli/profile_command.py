@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.outputs import replace_file
 
 if TYPE_CHECKING:
     from flexslurm.cli.served_trial import ServeAsk
@@ -269,10 +270,8 @@ def halves_s(problem: Problem, kind: StageKind, batch: int) -> float:
 def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -> Path:
     """The profile's file, read back before anybody relies on it."""
     from flexslurm.engine.trial import check_rows, rows_of
-    from flexslurm.errors import EnvironmentFault
     from flexslurm.planner.files import load_spec
     from flexslurm.planner.profiles import read_profile, write_profile
-    from flexslurm.wire.files import write_atomically
 
     rows = rows_of(outcome.measured)
     check_rows(rows, outcome.left_out)
@@ -286,8 +285,5 @@ def write(outcome: TrialOutcome, site: Site, tp: int, options: dict[str, Any]) -
         text = write_profile(about, [*rows, *more], remarks)
     path: Path = options["folder"] / f"{name}-{gpu_type}-tp{tp}-{dtype}.csv"
     read_profile(text, str(path))
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    replace_file(path, text)
     return path

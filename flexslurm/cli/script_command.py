@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.outputs import check_free, put_text
 
 if TYPE_CHECKING:
     from flexslurm.config.service import Fragment
@@ -49,13 +50,15 @@ def script(
     pool = read_components(components) if components else service.pool
     for entry in pool:
         _check(entry, site)
-    shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
-    directory = service_directory(service_dir or service.name, shared=shared)
+    home = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
+    directory = service_directory(service_dir or service.name, shared=home)
     call = ServeCall(
         service.name, tuple(own_command()), service_file.absolute(), site_file.absolute(),
         directory.path.absolute(),
     )  # fmt: skip
-    _put(serve_script(pool, site, call, head_node=head_node), target, force)
+    check_free(target, force)
+    if put_text(serve_script(pool, site, call, head_node=head_node), target, executable=True):
+        click.echo(f"wrote {target}; submit it with: sbatch {target}")
     click.echo(f"note: {loss_in_words(pool, head_node=head_node)}", err=True)
 
 
@@ -88,21 +91,3 @@ def _check(entry: Fragment, site: Site) -> None:
             f"not {entry.gpus}",
             hint="ask for more nodes",
         )
-
-
-def _put(text: str, target: Path | None, force: bool) -> None:
-    from flexslurm.errors import EnvironmentFault
-
-    if target is None:
-        click.echo(text, nl=False)
-        return
-    if target.exists() and not force:
-        raise EnvironmentFault(f"{target} is there already", hint="--force replaces it")
-    try:
-        target.write_text(text, encoding="utf-8")
-        target.chmod(0o755)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write {target}: {error.strerror}", hint="choose another place with --to"
-        ) from None
-    click.echo(f"wrote {target}; submit it with: sbatch {target}")

@@ -13,6 +13,7 @@ import click
 
 from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
+from flexslurm.cli.outputs import check_free, put_text
 
 if TYPE_CHECKING:
     from flexslurm.config.site import Site, SlurmSettings
@@ -46,24 +47,14 @@ def discover(
     """Ask Slurm, and this machine, what the cluster is made of."""
     from flexslurm.config.schema import parse_section
     from flexslurm.config.site import Site
-    from flexslurm.errors import EnvironmentFault
     from flexslurm.slurm.discover import site_text
 
     settings = _settings(cluster, commands)
-    if target is not None and target.exists() and not force:
-        raise EnvironmentFault(f"{target} is there already", hint="--force replaces it")
+    check_free(target, force)
     text = site_text(facts_of(settings), card_of)
     parse_section(Site, text, "the discovered site")
-    if target is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write {target}: {error.strerror}", hint="choose another place with --to"
-        ) from None
-    click.echo(f"wrote {target}; check it with: flexslurm site check {target}")
+    if put_text(text, target):
+        click.echo(f"wrote {target}; check it with: flexslurm site check {target}")
 
 
 def _settings(cluster: str | None, commands: tuple[str, ...]) -> SlurmSettings:

@@ -39,7 +39,8 @@ def test_figures_that_cannot_be_written_end_it_at_once(
 ) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").write_text("")
-    words = ["demo", "--local", "--model", str(tiny_model), "--json", str(tmp_path / name)]
-    assert run(words) == 8
-    assert f"cannot write the figures to {tmp_path / name}" in capsys.readouterr().err
-    assert list(temporary.iterdir()) == []
+    demo = ["demo", "--local", "--model", str(tiny_model)]
+    for words in (demo, ["bench", "shift", "--quick"]):
+        assert run([*words, "--json", str(tmp_path / name)]) == 8
+        assert f"cannot write the figures to {tmp_path / name}" in capsys.readouterr().err
+        assert list(temporary.iterdir()) == []
