@@ -106,6 +106,7 @@ def test_a_killed_agent(whole: RunningService, expected: Oracle) -> None:
     resubmit(whole, "l40s-1")
 
 
+@pytest.mark.slow
 def test_all_pilots_at_once_without_notice(whole: RunningService, expected: Oracle) -> None:
     asks, threads = whole.under_way(6, 160)
     for fragment in ("a100-1", "a100-2", "l40s-1"):

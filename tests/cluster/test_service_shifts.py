@@ -26,7 +26,7 @@ from tests.service_harness import (
 
 pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(180)]
 POOL = [("a100", 4, 1)]
-LONG = 240
+LONG = 200
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
     home = tmp_path_factory.mktemp("shifts")
     settings = tiny_service(tiny_model, POOL, lost_after="10s")  # nobody is silent here
     settings["executor"] = {"checkpoint_dir": str(home / "kept")}
-    with running(home, settings, tiny_site()) as service:
+    site = tiny_site()
+    site["gpu_types"]["a100"]["virtual"] = {"speed": 0.4}  # so that streams outlast a walk
+    with running(home, settings, site) as service:
         yield service
 
 

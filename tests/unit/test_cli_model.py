@@ -146,6 +146,7 @@ def test_a_preparation_that_a_signal_ends_leaves_nothing(
     assert list((tmp_path / "cache/models").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_is_prepared_is_found_from_any_directory(
     shelf: tuple[Path, PackagedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
