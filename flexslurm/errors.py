@@ -31,6 +31,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def unreadable(error: Exception) -> str:
+    """Why a file cannot be read, for a message that names the file itself."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class FlexslurmError(Exception):
     """A failure with a message for the user and, where one exists, the way out (`hint`)."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexslurm.errors import ModelError
+from flexslurm.errors import ModelError, unreadable
 from flexslurm.planner import model_spec
 
 
@@ -178,8 +178,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             hint="a checkpoint directory holds config.json, *.safetensors and a tokenizer",
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{file}: cannot be read as JSON: {reason}") from None
+        raise ModelError(f"{file}: cannot be read as JSON: {unreadable(error)}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file}: a JSON object is expected, not {type(config).__name__}")
     return config

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from flexslurm.errors import InvalidRequest, ModelError
+from flexslurm.errors import InvalidRequest, ModelError, unreadable
 from flexslurm.gateway.chat_template import ChatTemplate
 from flexslurm.gateway.detokenize import (
     Decoding,
@@ -162,8 +162,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{path}: cannot be read as JSON: {reason}") from error
+        raise ModelError(f"{path}: cannot be read as JSON: {unreadable(error)}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: a JSON object is expected")
     return data
@@ -178,8 +177,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
             hint="the model needs a fast tokenizer: save it with tokenizer.save_pretrained",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{path}: cannot be read: {reason}") from error
+        raise ModelError(f"{path}: cannot be read: {unreadable(error)}") from error
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
@@ -251,8 +249,7 @@ def _read_template(path: Path) -> str:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such chat template") from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{path}: cannot be read: {reason}") from error
+        raise ModelError(f"{path}: cannot be read: {unreadable(error)}") from error
 
 
 def _ids(value: object) -> list[int]:
