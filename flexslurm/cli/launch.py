@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from flexslurm.cli.head_end import ended_early
 from flexslurm.cli.job_names import head_job
 from flexslurm.cli.launch_facts import LaunchFacts, gather_facts
+from flexslurm.cli.launch_progress import Progress
 from flexslurm.cli.service_places import service_directory
 from flexslurm.config.service import Fragment, Service
 from flexslurm.config.site import Site
@@ -216,7 +217,7 @@ def wait_until_serving(
     """
     from flexslurm.cli.ask import ask_status
 
-    told: dict[str, str] = {}
+    progress = Progress(say)
     deadline = time.monotonic() + timeout_s
     # a head may wait for its turn for hours: Slurm is asked less and less often
     waits = backoff_s(_POLL_S, max(_POLL_S, plan.site.slurm.poll_interval))
@@ -226,10 +227,10 @@ def wait_until_serving(
             answer = ask_status(plan.directory, timeout_s=2.0)
         except ServiceUnreachable:
             if time.monotonic() >= look_at:
-                _watch_jobs(plan, told, say)
+                _watch_jobs(plan, progress)
                 look_at = time.monotonic() + (0.0 if _head_is_local(plan) else next(waits))
         else:
-            _tell_changes(answer, told, say)
+            progress.status(answer)
             if answer.state == ServiceState.SERVING:
                 return answer
             if answer.state == ServiceState.FAILED:
@@ -241,23 +242,7 @@ def wait_until_serving(
     )
 
 
-def _tell_changes(answer: StatusAnswer, told: dict[str, str], say: Say) -> None:
-    for fragment in answer.fragments:
-        detail = f" ({fragment.detail})" if fragment.detail else ""
-        _tell(told, fragment.name, f"{fragment.state}{detail}", say)
-    for number, line in enumerate(answer.pool):
-        if "no more" in line:  # the rest shows in the pilots' own lines
-            _tell(told, f"pool, entry {number + 1}", line, say)
-    _tell(told, "service", f"{answer.state}: {answer.reason}", say)
-
-
-def _tell(told: dict[str, str], who: str, what: str, say: Say) -> None:
-    if told.get(who) != what:
-        told[who] = what
-        say(f"{who}: {what}")
-
-
-def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
+def _watch_jobs(plan: LaunchPlan, progress: Progress) -> None:
     """Before the head answers: what its job does. Raises ServiceError when it has ended."""
     pilots = plan.directory.pilots()
     if pilots is None or not pilots.head_job:
@@ -268,8 +253,7 @@ def _watch_jobs(plan: LaunchPlan, told: dict[str, str], say: Say) -> None:
         if not error.transient:
             raise
         return
-    reason = f" ({info.reason})" if info.reason else ""
-    _tell(told, "head", f"{str(info.state).lower()}{reason}", say)
+    progress.tell("head", str(info.state).lower(), info.reason or "")
     if info.state.over:
         log = log_tail(plan.directory.logs / "head", lines=50).splitlines()
         raise ended_early([line[2:] for line in log], info.exit_code, called(plan))

@@ -154,9 +154,12 @@ def _wait(plan: LaunchPlan, made: Pilots, timeout: float, where: str) -> None:
         click.echo(f"\nthe service goes on; end it with: flexslurm stop{where}", err=True)
         raise
     model = plan.service.model.name or Path(plan.service.model.path).name
+    keys = plan.service.gateway.api_keys_file
+    key = "" if keys is None else "    -H 'Authorization: Bearer KEY' \\\n"  # one of that file
     click.echo(
         f"\n{plan.service.name} serves at {answer.endpoint}/v1\n"
         f"  curl {answer.endpoint}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"{key}"
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n'
         f"  flexslurm status{where}\n"
         f"  flexslurm stop{where}"
