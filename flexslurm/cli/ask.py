@@ -76,8 +76,8 @@ def _silent(head: HeadAddress, gone: bool) -> ServiceUnreachable:
         )
     return ServiceUnreachable(
         f"the head at {head.control} {where} does not answer",
-        hint="it may have crashed, or have other keys than these: see its log with 'flexslurm logs'; "
-        "launched again, the service takes its pilots over",
+        hint="it may have crashed, or have other keys: see its log with 'flexslurm logs'; launched "
+        "again, the service takes its pilots over",
     )
 
 

@@ -67,7 +67,7 @@ def http_error(error: HTTPException, path: str, method: str) -> Response:
     elif status == 405:
         message = f"{path} does not take {method}"
     elif status == 400 and "parsing the body" in message:
-        message = "the body is not JSON in UTF-8"
+        message = "the body is not JSON in UTF-8, or is nested too deeply"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = getattr(error, "code", None) or _CODES.get(status)
     return answer(ErrorBody(clean(message), kind, None, code), status, error.headers)
