@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_replica import undisturbed
 
-from flexslurm.control.choices import PolicySettings, ShiftPrice
+from flexslurm.control.choices import PolicySettings
 from flexslurm.control.controller import Controller
 from flexslurm.control.events import ControlSettings, Event, ShiftWanted, Tick
 from flexslurm.control.installed import InstalledGear
@@ -28,11 +28,11 @@ from flexslurm.messages import (
     AgentHello,
     DirectoryProbed,
     Message,
-    Pacing,
     SequenceRequest,
     TokenEvent,
 )
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode
+from tests.plain_planner import PlainPlanner
 from tests.played_nodes import BEAT_S, PlayedNodes
 from tests.reshard_cases import BLOCK_TOKENS, LAYERS, shard_map
 
@@ -40,7 +40,7 @@ CONTEXT = 48
 TICK_S, LOST_S = 0.05, 2.0
 
 
-class Gears:
+class Gears(PlainPlanner):
     """A planner: one gear for each allocation, drawn once, and places as the product's."""
 
     def __init__(self, seed: int, parking_s: Callable[[InstalledGear], float | None]) -> None:
@@ -53,9 +53,6 @@ class Gears:
             rng = random.Random(f"{self._seed} {signature}")
             self._known[signature] = random_gear(rng, signature, "chosen")
         return self._known[signature]
-
-    def options(self, signature: Signature) -> Sequence[Gear]:
-        return ()
 
     def place(
         self, gear: Gear, agents: Sequence[AgentRecord], current: InstalledGear | None
@@ -72,23 +69,6 @@ class Gears:
             before = Current(current.gear, at)
         placed = place_gear(shard_map(), gear, nodes, before)
         return {slot: GpuAt(ref.node, ref.gpu) for slot, ref in placed.placement.slots.items()}
-
-    def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
-        return {}
-
-    def look(self, signature: Signature) -> Gear | NoGear | None:
-        return self.choose(signature)
-
-    def others(
-        self, agents: Sequence[AgentRecord], current: InstalledGear | None
-    ) -> Sequence[Gear]:
-        return ()
-
-    def within_targets(self, gear: Gear, speed: float) -> float:
-        return speed * gear.estimates.tokens_per_s
-
-    def price(self, ask: object) -> ShiftPrice:
-        return ShiftPrice()
 
 
 def random_gear(rng: random.Random, signature: Signature, name: str) -> Gear | NoGear:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexslurm.control.actions import (
-    PlanShift,
-)
-from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord, GpuAt
 from flexslurm.errors import CapacityError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Slot, Stage, slots
-from flexslurm.messages import (
-    Pacing,
-)
+from tests.plain_planner import PlainPlanner
 
 LAYERS = 12
 
 
-class OneStagePerNode:
+class OneStagePerNode(PlainPlanner):
     """A planner that makes one stage of each node, TP over its GPUs; needs `least` GPUs."""
 
     def __init__(self, least: int = 1) -> None:
@@ -72,26 +66,6 @@ class OneStagePerNode:
             used = current.agents
             fit.sort(key=lambda agent: agent.id not in used)
         return fit[0]
-
-    def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
-        return {}
-
-    def options(self, signature: Signature) -> Sequence[Gear]:
-        return ()
-
-    def look(self, signature: Signature) -> Gear | NoGear | None:
-        return self.choose(signature)
-
-    def others(
-        self, agents: Sequence[AgentRecord], current: InstalledGear | None
-    ) -> Sequence[Gear]:
-        return ()
-
-    def within_targets(self, gear: Gear, speed: float) -> float:
-        return speed * gear.estimates.tokens_per_s
-
-    def price(self, ask: PlanShift) -> ShiftPrice:
-        return ShiftPrice()
 
     needs_s: float | None = None
     """How long parking in files takes."""
