@@ -24,6 +24,10 @@ class Bucket:
         self._free_at = begin + nbytes / self.bytes_per_s
         return max(self._free_at - now, 0.0)
 
+    def rest(self, seconds: float, now: float) -> None:
+        """Nothing more is to go through for so long."""
+        self._free_at = max(self._free_at, now) + seconds
+
 
 def piece_bytes(
     bytes_per_s: float, most: int, hurried: int, least: int = 32 << 10, every_s: float = 0.02

@@ -40,6 +40,11 @@ _MAX_CONNECTIONS = 96
 _MAX_STRANGERS = 32
 """Connections that have not shown the key yet; they have HANDSHAKE_S for it."""
 _IDLE_S = 30.0
+REST = 3.0
+"""Where steps are computed on the processors that send: so long is rested for each second of work.
+
+All connections together then take a quarter of one processor from whoever serves.
+"""
 
 
 class Catalogue(Protocol):
@@ -53,9 +58,10 @@ class Catalogue(Protocol):
 
 
 class Links:
-    """Rates that several connections keep together."""
+    """Rates that several connections keep together; `rest`: see REST."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: float) -> None:
+        self._rest = rest
         self._lock = threading.Lock()
         self._buckets: dict[float, Bucket] = {}
 
@@ -64,16 +70,26 @@ class Links:
         if rate_bytes_per_s <= 0.0:
             return 0.0
         with self._lock:
-            if rate_bytes_per_s not in self._buckets and len(self._buckets) >= _MAX_CONNECTIONS:
-                self._buckets.clear()
-            bucket = self._buckets.setdefault(rate_bytes_per_s, Bucket(rate_bytes_per_s))
-            return bucket.wait_s(nbytes, time.monotonic())
+            return self._bucket(rate_bytes_per_s).wait_s(nbytes, time.monotonic())
+
+    def worked(self, rate_bytes_per_s: float, seconds: float) -> None:
+        """So much of a processor went into what was sent just now."""
+        if rate_bytes_per_s > 0.0 and self._rest:
+            with self._lock:
+                self._bucket(rate_bytes_per_s).rest(self._rest * seconds, time.monotonic())
+
+    def _bucket(self, rate_bytes_per_s: float) -> Bucket:
+        if rate_bytes_per_s not in self._buckets and len(self._buckets) >= _MAX_CONNECTIONS:
+            self._buckets.clear()
+        return self._buckets.setdefault(rate_bytes_per_s, Bucket(rate_bytes_per_s))
 
 
 class TransferServer:
     """Listens from its making until `close`."""
 
-    def __init__(self, address: str, key: bytes, catalogue: Catalogue) -> None:
+    def __init__(
+        self, address: str, key: bytes, catalogue: Catalogue, *, rest: float = REST
+    ) -> None:
         """Raises OSError where the address cannot be listened at."""
         self._key, self._catalogue = key, catalogue
         self._lock = threading.Condition()
@@ -82,7 +98,7 @@ class TransferServer:
         self._open = 0
         self._sending: dict[Channel, int] = {}
         """The epoch that a channel is sending of, if it holds its memory."""
-        self._links = Links()
+        self._links = Links(rest)
         self._closed = False
         self._listener = _listen(address)
         self.port = int(self._listener.getsockname()[1])
@@ -226,10 +242,12 @@ class TransferServer:
             with self._lock:
                 self._lock.wait_for(lambda: channel.is_cut, wait_s)
         faults.reach(Point.CHUNK)
+        began_s = time.thread_time()
         with source.lend(lo, hi) as views:
             if views is None:
                 return False
             channel.send_chunk(lo, views, spoil=faults.reach(Point.CORRUPT))
+        self._links.worked(rate_bytes_per_s, time.thread_time() - began_s)
         with self._lock:
             self.sent_bytes += hi - lo
         return True

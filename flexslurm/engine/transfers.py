@@ -19,7 +19,7 @@ from flexslurm.engine.page_runs import PageSource
 from flexslurm.engine.parking import ParkedRun, ParkingLot
 from flexslurm.engine.tenants import Tenant, Tenants
 from flexslurm.engine.transfer_client import Cancel, Fetcher
-from flexslurm.engine.transfer_server import TransferServer
+from flexslurm.engine.transfer_server import REST, TransferServer
 from flexslurm.engine.transfer_wire import AskPages, AskWeights
 from flexslurm.engine.weight_runs import WeightSource
 from flexslurm.errors import ProtocolError, StaleEpoch
@@ -35,9 +35,9 @@ class Transfers:
 
     def __init__(
         self, worker: str, address: str, key: bytes, send: Callable[[Message], None],
-        *, parked_bytes: int | None = None,
+        *, parked_bytes: int | None = None, rest: float = REST,
     ) -> None:  # fmt: skip
-        """`parked_bytes`: bound on host memory, see ParkingLot."""
+        """`parked_bytes`: bound on host memory, see ParkingLot; `rest`: of the data server."""
         self.fetcher = Fetcher(key)
         self.lot = ParkingLot(parked_bytes)
         self._tenants = Tenants()
@@ -46,7 +46,7 @@ class Transfers:
         self._server: TransferServer | None = None
         try:
             faults.reach(Point.LISTEN)
-            self._server = TransferServer(address, key, self)
+            self._server = TransferServer(address, key, self, rest=rest)
         except OSError as error:
             log.warning("no data server at %s: %s; nobody can take from here", address, error)
 

@@ -26,6 +26,7 @@ from flexslurm.engine.install import Host
 from flexslurm.engine.nursery_server import WorkerSpec
 from flexslurm.engine.rendezvous import Rendezvous
 from flexslurm.engine.tenancy import Order, Tenancy
+from flexslurm.engine.transfer_server import REST
 from flexslurm.engine.transfer_wire import data_key
 from flexslurm.engine.transfers import Transfers
 from flexslurm.errors import (
@@ -99,8 +100,9 @@ class Worker:
         self._rendezvous = Rendezvous(self._send)
         keys = load_keys(Path(spec.keys))
         self._transfers = Transfers(
-            incarnation, spec.address, data_key(keys), self._send, parked_bytes=_parked_bytes()
-        )
+            incarnation, spec.address, data_key(keys), self._send, parked_bytes=_parked_bytes(),
+            rest=REST if device.type == "cpu" else 0.0,
+        )  # fmt: skip
         self._host = Host(
             worker=incarnation,
             network=Network(self._device, spec.address),

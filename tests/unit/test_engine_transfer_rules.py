@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexslurm.engine import faults
 from flexslurm.engine.rate import Bucket, piece_bytes
 from flexslurm.engine.spans import Spans
+from flexslurm.engine.transfer_server import Links
 from flexslurm.errors import EnvironmentFault
 
 
@@ -130,3 +131,20 @@ def test_the_page_of_faults_has_them_all(root: Path) -> None:
         assert f"`{point}`" in page
     for deed in faults.Deed:
         assert f"| `{deed}" in page
+
+
+def test_a_link_that_rests_is_free_later() -> None:
+    bucket = Bucket(100.0)
+    assert bucket.wait_s(10, 0.0) == pytest.approx(0.1)
+    bucket.rest(0.5, 0.1)
+    assert bucket.wait_s(10, 0.1) == pytest.approx(0.6), "the rest, and its own bytes"
+    assert bucket.wait_s(10, 5.0) == pytest.approx(0.1), "what is past is not waited for"
+
+
+@pytest.mark.parametrize(("rest", "waits_s"), [(3.0, 600.0), (0.0, 0.0)])
+def test_whoever_sends_beside_steps_on_its_processors_rests(rest: float, waits_s: float) -> None:
+    links = Links(rest)
+    links.worked(1e12, 200.0)
+    assert links.wait_s(1e12, 1) == pytest.approx(waits_s, abs=60.0)
+    links.worked(0.0, 200.0)
+    assert links.wait_s(0.0, 1) == 0.0, "what is in a hurry never does"
