@@ -9,9 +9,9 @@ there at time t with probability `exp(-h t)`, each for itself, so that all of
 
 is a sum of products of exponentials. It is integrated piece by piece between known ends by
 quadrature whose error is far below one token. A loss also costs a pause: what serves without the
-lost member does so only after the recovery. Each loss is counted with a pause of its own and as if
-it was the first, so that more risk is never worth more. What ends as known is prepared for, and
-pauses nothing.
+lost member does so only after the recovery. Each loss is counted with a pause of its own, as if it
+was the first, and at the last leg's rate (one in the middle of a shift puts it off): so more risk
+is never worth more. What ends as known is prepared for, and pauses nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def expected_tokens(
     `without`: tokens per second when so many are gone; it should not rise with more. No leg gives
     more than that; a leg's own rate is what serves while nobody is gone.
     """
-    course = _Course(groups, without, recovery_s, horizon_s)
+    course = _Course(groups, without, recovery_s, horizon_s, legs[-1].tokens_per_s)
     at, total = 0.0, 0.0
     for number, leg in enumerate(legs):
         last = leg.seconds is None or number == len(legs) - 1
@@ -128,8 +128,9 @@ class _Course:
         without: Callable[[Gone], float],
         recovery_s: float,
         horizon_s: float,
+        steady: float,
     ) -> None:
-        self.groups, self.horizon_s = tuple(groups), horizon_s
+        self.groups, self.horizon_s, self.steady = tuple(groups), horizon_s, steady
         self.recovery_s = max(recovery_s, 0.0)
         self._without, self._rates = without, dict[Gone, float]()
 
@@ -165,7 +166,9 @@ class _Piece:
         lost = _losses(self._groups, risky)
         rates = {one: self._rate(_sum(ended, one)) for one in lost}
         self._states = tuple(rates.items())
-        self._paused = {g: self._rate(_sum(ended, self._one_of(g))) for g in risky}
+        self._paused = {
+            g: min(course.steady, course.rate(_sum(ended, self._one_of(g)))) for g in risky
+        }
         self._safe = self._rate(everyone)
         self._count = sum(self._groups[g].count for g in risky)
         most_lost = [rate for one, rate in rates.items() if sum(one) == MOST_LOSSES]
