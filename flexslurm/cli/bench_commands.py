@@ -21,17 +21,14 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the figures there, a list with one object a shift.",
-)
+@shared.FIGURES_FILE
 @click.option("--quick", is_flag=True, help="A smaller model and fewer shifts.")
 @shared.KEEP
 def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
-    """Change gears under streams on virtual GPUs, and print what each shift cost."""
+    """Change gears under streams on virtual GPUs, and print what each shift cost.
+
+    FILE gets a list with one object for each shift.
+    """
     from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts
     from flexslurm.cli.endings import scratch_directory
 

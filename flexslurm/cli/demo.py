@@ -12,17 +12,11 @@ from flexslurm.errors import ServiceError
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the figures there.",
-)
+@shared.FIGURES_FILE
 @click.option(
     "--model",
     "model",
-    type=click.Path(path_type=Path),
+    type=shared.PATH,
     metavar="DIR",
     help="A prepared checkpoint; default: SmolLM2-135M-Instruct, prepared first.",
 )

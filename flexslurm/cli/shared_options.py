@@ -52,6 +52,9 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 QUIET = click.option("--quiet", "-q", is_flag=True, help="No progress.")
 KEEP = click.option("--keep", is_flag=True, help="Keep the working directory, with all logs.")
 FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
+FIGURES_FILE = click.option(
+    "--json", "json_file", metavar="FILE", type=PATH, help="Also write the figures there."
+)
 TO_FILE = click.option("--to", "target", metavar="FILE", type=PATH, help="Default: print it.")
 
 
