@@ -40,16 +40,11 @@ _PREPARED = cache_dir() / "models" / "smollm2"
 if (_PREPARED / "prepared.json").is_file():
     os.environ.setdefault("FLEXSLURM_TEST_MODEL", str(_PREPARED))
 
-settings.register_profile("everyday", max_examples=40, deadline=None)
-settings.register_profile(
-    "ci",
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile("thorough", max_examples=1000, deadline=None)
+# How fast a busy machine draws examples says nothing of them.
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("everyday", BUSY, max_examples=40)
+settings.register_profile("ci", BUSY, max_examples=40, derandomize=True, database=None)
+settings.register_profile("thorough", BUSY, max_examples=1000)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "everyday")
 )

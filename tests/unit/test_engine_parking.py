@@ -120,7 +120,7 @@ def test_a_place_that_cannot_be_written_to_is_told(
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=list(HealthCheck), max_examples=40)
 def test_damaged_files_are_told_not_read(tmp_path: Path, data: st.DataObject) -> None:
     box = ParkedBox(3, (0, 2), (1, 3), 64)
     writer = FileWriter(tmp_path, "w-x", box, data.draw(st.integers(0, 99)))

@@ -59,7 +59,7 @@ def all_of(sock: socket.socket) -> bytes:
 
 
 @given(st.binary(max_size=200))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=list(HealthCheck), max_examples=40)
 def test_strangers_get_a_nonce_and_nothing_else(said: bytes) -> None:
     side = stranger_side()
     with dial(side) as sock:
