@@ -232,8 +232,10 @@ class ServicePlanner:
             return gear_of_layout(self._problem, present, name)
         try:
             wanted = Signature.parse(name)
-        except ConfigError as error:
-            raise ConfigError(error.message, hint=self.legal_names(present)) from None
+        except ConfigError:
+            raise ConfigError(
+                f"there is no gear '{name}'", hint=self.legal_names(present)
+            ) from None
         found = self.choose(wanted)
         if isinstance(found, NoGear):
             raise CapacityError(f"'{name}' has no gear: {found.reason}")
