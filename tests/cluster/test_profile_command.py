@@ -62,11 +62,12 @@ def test_a_group_of_two_ranks(tiny_model: Path, site: Path, capsys) -> None:
 def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, site: Path) -> None:
     """Six layers stand for 80 of 6.8 GB in float64, read at three quarters of 2.039 TB/s.
 
-    It never takes less; on a busy machine a sleep takes more. Really it computes for 1 ms.
+    A layer is the difference of two stages, each late on a busy machine. Really it computes for
+    1 ms; how exact it is says a unit test that plays the times.
     """
     profile = profiled(tiny_model, site, "acting", 1, "-q")
     layer_s = 80 / 6 * (8 * 855.7e6 / (0.75 * 2.039e12) + 120e-6)
-    assert 0.98 * layer_s < profile.layer_s(1, 32, 32, 1) < 2 * layer_s
+    assert layer_s / 4 < profile.layer_s(1, 32, 32, 1) < 4 * layer_s
 
 
 @pytest.mark.slow
