@@ -207,7 +207,8 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("part", range(2))
 def test_random_schedules(roomy: Course, part: int, capsys: Capture) -> None:
-    run_schedules(roomy, range(5 * part, 5 * part + 5), capsys)
+    """The first of the hundred below."""
+    run_schedules(roomy, range(100 + 5 * part, 105 + 5 * part), capsys)
 
 
 @pytest.mark.long
