@@ -47,6 +47,7 @@ def dead_process() -> int:
         (f"{HERE}x", None, 5.0, "does not answer"),  # its processes cannot be seen from here
         (HERE, 2**70, 5.0, "does not answer"),
     ],
+    ids=["its process is gone", "its process is there", "elsewhere", "no process at all"],
 )
 def test_a_silent_head(
     node: str, pid: int | None, within_s: float, words: str,
