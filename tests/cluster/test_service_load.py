@@ -27,7 +27,7 @@ from tests.service_harness import (
     tiny_site,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 WINDOW_S = 3.0
 SLOW = "a100 tp1 [0,6)"
