@@ -82,8 +82,8 @@ WALKS = {
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_over_gears_under_load(service: RunningService, expected: Oracle, walk: str) -> None:
-    """Nothing is computed anew. Where a busy machine lets streams end before the walk does, or falls
-    so far behind them that it is, the walk is done again with longer ones.
+    """Nothing is computed anew. Where a busy machine lets streams end before the walk does, or
+    falls so far behind them that it is, the walk is done again with longer ones.
     """
     for tokens in (LONG, MOST_TOKENS, MOST_TOKENS):
         shift_to(service, WALKS[walk][0])
