@@ -30,8 +30,9 @@ class Reading(NamedTuple):
 class Cycles(msgspec.Struct, frozen=True):
     """A mean cycle, in seconds: medians over the parts of the time that was looked at.
 
-    `low_s` and `high_s` are the quartiles of `besides_s`, `spread_s` is how far those of the step
-    lie apart.
+    `low_s` and `high_s` are the quartiles of `besides_s`. `spread_s` is how far off the median of
+    the step may be: 1.57 times what its quartiles lie apart, over the root of the number of parts
+    (McGill, Tukey, Larsen, "Variations of Box Plots", 1978).
     """
 
     cycle_s: float
@@ -88,7 +89,7 @@ def cycles_of(readings: Sequence[Reading], stages: int = 1) -> Cycles:
         besides_s=besides_s,
         low_s=low_s,
         high_s=high_s,
-        spread_s=step_high_s - step_low_s,
+        spread_s=1.57 * (step_high_s - step_low_s) / len(parts) ** 0.5,
     )
 
 
