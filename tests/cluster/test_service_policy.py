@@ -74,10 +74,14 @@ def test_the_choice_given_back_shifts_at_once_and_no_stream_notices(
     assert 0.0 < float(figures["time_shifting"] or 0) < 1.0
     kept = figures["throughput_kept_during"]  # none where the load itself changed meanwhile
     assert kept is None or float(kept) >= 0.0
+
+    def counted(status: StatusAnswer) -> bool:
+        lines = [x for x in metrics(service).splitlines() if x.startswith("flexslurm_shifts_total")]
+        return sum(float(x.rpartition(" ")[2]) for x in lines) == len(status.shifts)
+
+    service.until(counted)  # the page is as of the last sample
     page = metrics(service)
     assert 'outcome="committed"} ' in page and "flexslurm_shift_duration_seconds_count" in page
-    shifts = [line for line in page.splitlines() if line.startswith("flexslurm_shifts_total")]
-    assert sum(float(line.rpartition(" ")[2]) for line in shifts) == len(service.status().shifts)
     for name in ("requests_succeeded", "time_shifting"):
         assert f"flexslurm_{name}_ratio{{" in page, name
 
