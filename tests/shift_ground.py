@@ -100,8 +100,14 @@ class Ground:
     def idle(self) -> list[Seat]:
         return [seat for seat in self.seats() if seat.gpu.slot is None]
 
-    def agent(self, fragment: str) -> int:
-        return self.service.process(f"--fragment {fragment}")
+    def agent(self, fragment: str, timeout_s: float = 60.0) -> int:
+        """Its process id; one that has just ended is submitted again, and waited for."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := list(self.service.processes(f"--fragment {fragment}"))):
+            assert time.monotonic() < deadline, f"no agent of {fragment} came in {timeout_s:.0f} s"
+            self.submit_again()
+            time.sleep(0.05)
+        return found[0]
 
     # ------------------------------------------------------------------ acting
 
