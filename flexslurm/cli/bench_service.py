@@ -64,6 +64,7 @@ def launched(
     made = BenchService(launching.plan_launch(service, site, directory, "local", True), plan)
     try:
         made.launch()
+        made.wait_for_pool()
         yield made
     finally:
         stop_service(directory, 0.0, 30.0, lambda _: None)
@@ -121,7 +122,17 @@ class BenchService:
         stop_service(self._directory, 0.0, 30.0, lambda _: None)
         self.launch()
         bodies = [{**self._bodies()[0], "max_tokens": 1}]
-        return self._finish(*self._open(bodies))[0].times[0] - began
+        took_s = self._finish(*self._open(bodies))[0].times[0] - began
+        self.wait_for_pool()
+        return took_s
+
+    def wait_for_pool(self) -> None:
+        """All pilots are there: a service may answer before the last of them has come."""
+        _until(self._is_whole)
+
+    def _is_whole(self) -> bool:
+        here = [f.state in ("ready", "serving") for f in ask_status(self._directory).fragments]
+        return len(here) == len(self._plan.pilots) and all(here)
 
     def calm(self) -> list[StreamRun]:
         """The streams without any disturbance, to their ends."""
