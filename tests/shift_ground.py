@@ -291,7 +291,9 @@ def ground(
         patch.setenv(faults.VARIABLE, f"@{file}")
         before = leaks.take(os.environ[leaks.TOKEN_VARIABLE])
         with running(home, settings, site) as service:
-            yield Ground(service, model, file, expected, long, before)
+            made = Ground(service, model, file, expected, long, before)
+            made.mend(len(service.plan.pilots))  # it may serve before the last of them has come
+            yield made
             logs = sorted(path for path in service.directory.logs.rglob("*") if path.is_file())
             found = [path.name for path in logs if LEFT_OPEN in path.read_text(errors="replace")]
             assert not found, f"workers could not close an epoch's groups: {found}"
