@@ -29,6 +29,7 @@ from flexslurm.errors import ServiceUnreachable
 from flexslurm.messages import ChunkSampling, SamplingParams, ServiceState, StatusAnswer
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import ServiceDir
+from tests.command_lines import command_lines
 
 MOST_TOKENS = 440
 """Of an answer to one of `some_asks`, in the context of `tiny_service`."""
@@ -123,14 +124,9 @@ class RunningService:
 
     def processes(self, text: str) -> Iterator[int]:
         mine = str(self.directory.path)
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
-                if mine in line and text in line and "local_job" not in line:
-                    yield int(entry.name)
+        for pid, line in command_lines():
+            if mine in line and text in line and "local_job" not in line:
+                yield pid
 
     def kill(self, text: str) -> None:
         os.kill(self.process(text), signal.SIGKILL)
@@ -243,6 +239,11 @@ class Oracle:
         tokens = oracle(self._model, list(lacking.values())) if lacking else []
         self._found |= dict(zip(lacking, tokens, strict=True))
         return [self._found[key][: ask.max_tokens] for key, ask in zip(keys, asks, strict=True)]
+
+
+def gear_of(status: StatusAnswer) -> str | None:
+    """The layout of the gear in place."""
+    return status.gear.layout() if status.gear is not None else None
 
 
 class Load:

@@ -19,6 +19,7 @@ from tests.service_harness import (
     RunningService,
     check,
     finish,
+    gear_of,
     oracle,
     running,
     serves,
@@ -62,10 +63,6 @@ class Load:
     def end(self, expected: list[list[int]]) -> None:
         finish(self._threads, 100)
         check(self.asks, expected * (len(self.asks) // STREAMS))
-
-
-def gear_of(status: StatusAnswer) -> str | None:
-    return status.gear.layout() if status.gear is not None else None
 
 
 def saturated(status: StatusAnswer) -> int:

@@ -20,6 +20,7 @@ from tests.service_harness import (
     Oracle,
     RunningService,
     check,
+    gear_of,
     running,
     some_asks,
     tiny_service,
@@ -84,10 +85,6 @@ def test_the_choice_given_back_shifts_at_once_and_no_stream_notices(
     assert 'outcome="committed"} ' in page and "flexslurm_shift_duration_seconds_count" in page
     for name in ("requests_succeeded", "time_shifting"):
         assert f"flexslurm_{name}_ratio{{" in page, name
-
-
-def gear_of(status: StatusAnswer) -> str | None:
-    return status.gear.layout() if status.gear is not None else None
 
 
 def metrics(service: RunningService) -> str:

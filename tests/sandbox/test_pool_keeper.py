@@ -22,6 +22,7 @@ from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.pilot import SlurmSubmitter
 from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilots, ServiceDir
+from tests.command_lines import command_lines
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -157,13 +158,12 @@ def test_a_node_is_taken_from_a_running_job(
 
 def _end_left_agent(bench: Bench) -> None:
     """No head has told it to end before its node was taken, and Slurm lets it be."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
+    for pid, line in command_lines():
+        if str(bench.directory.path) in line:
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                node = (entry / "environ").read_bytes().split(b"\0")
-                if str(bench.directory.path) in line and b"SLURMD_NODENAME=a100n2" in node:
-                    os.kill(int(entry.name), signal.SIGKILL)
+                node = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"SLURMD_NODENAME=a100n2" in node:
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
