@@ -10,7 +10,10 @@ import pytest
 from tests.service_harness import finish, oracle, running, some_asks, tiny_service, tiny_site
 
 pytestmark = pytest.mark.timeout(180)
-LONG = 300
+LONG = 200
+"""Tokens of an answer: the KV of three such answers fits the pool of two GPUs of `MEMORY`."""
+MEMORY = "1550kB"
+"""Of a GPU; one alone cannot hold the model."""
 
 
 @pytest.mark.slow
@@ -19,8 +22,8 @@ def test_all_pilots_are_preempted_with_notice_and_come_back(
 ) -> None:
     settings = tiny_service(tiny_model, [("a100", 1, 2)], memory_fraction=1.0, lost_after="10s")
     settings["executor"] = {"checkpoint_dir": str(tmp_path / "kept")}
-    site = tiny_site(a100="1200kB")  # one GPU alone cannot hold the model
-    site["gpu_types"]["a100"]["virtual"] = {"speed": 0.1}  # so that answers outlast the notice
+    site = tiny_site(a100=MEMORY)
+    site["gpu_types"]["a100"]["virtual"] = {"speed": 0.04}  # so that answers outlast the notice
     site["slurm"]["kill_wait"] = "3s"
     asks = some_asks(3, LONG)
     with running(tmp_path, settings, site) as service:
