@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from flexslurm.engine import faults
 from flexslurm.engine.arena import Arena
+from flexslurm.engine.faults import Point
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.tenants import Tenant
 from flexslurm.engine.transfers import Transfers
@@ -65,6 +68,44 @@ class Side:
         self.transfers.shutdown()
         self.arena.check_integrity()
         self.arena.close()
+
+
+class Gate:
+    """Where a thread is held until the test has done what belongs before it goes on."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        """Until the thread stands there."""
+        assert self._reached.wait(60), "nobody came to the gate"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        assert self._open.wait(60), "the gate was not opened"
+
+
+@contextmanager
+def gate_at(point: Point, number: int = 1) -> Iterator[Gate]:
+    """Holds whoever reaches the point for the so-manieth time; opens at the latest at the end."""
+    gate, seen, reach = Gate(), 0, faults.reach
+
+    def reached(where: Point) -> bool:
+        nonlocal seen
+        seen += where is point
+        if where is point and seen == number:
+            gate.pass_through()
+        return reach(where)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(faults, "reach", reached)
+        try:
+            yield gate
+        finally:
+            gate.open()
 
 
 def two_sides() -> Iterator[tuple[Side, Side]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,16 @@ from transfer_sides import (
     PAGE,
     Side,
     check,
+    gate_at,
     pull,
     two_sides,
     write,
 )
 
-from flexslurm.engine import faults
+from flexslurm.engine import faults, kv_park
+from flexslurm.engine.faults import Point
 from flexslurm.engine.parking import FileSet, FileWriter, ParkedBox, ParkingLot
+from flexslurm.engine.transfer_client import Cancel
 from flexslurm.errors import CapacityError, ProtocolError
 from flexslurm.messages import ParkKv, UnparkKv
 
@@ -75,7 +78,21 @@ def test_parked_pages_come_back_in_part_and_whole(
     assert two.answer(6).reason
 
 
-def test_parking_keeps_to_its_bound_rate_and_time() -> None:
+class Clock:
+    """Time that passes by waiting alone."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, cancel: Cancel, seconds: float) -> bool:
+        self.now += seconds
+        return cancel.is_set
+
+
+def test_parking_keeps_to_its_bound_rate_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     block = LAYERS * HEADS * PAGE
     side = Side("w-one", parked_bytes=5 * block)
     write(side.store(1), range(20))
@@ -86,7 +103,10 @@ def test_parking_keeps_to_its_bound_rate_and_time() -> None:
     assert full.failed == (4, 5)
     assert f"{2 * block} bytes cannot be parked: {4 * block} of {5 * block}" in full.reason
     side.transfers.unpark(UnparkKv(epoch=1))
-    began, rate, deadline_s = time.monotonic(), 4.0, 0.9  # blocks each second: four take one
+    clock = Clock()
+    monkeypatch.setattr(kv_park, "time", clock)
+    monkeypatch.setattr(Cancel, "wait", lambda cancel, seconds: clock.wait(cancel, seconds))
+    rate, deadline_s = 4.0, 0.9  # blocks each second: four take one
     side.transfers.park(
         ParkKv(
             epoch=1, ticket=3, blocks=(4, 5, 6, 7), rate_bytes_per_s=rate * block,
@@ -94,9 +114,8 @@ def test_parking_keeps_to_its_bound_rate_and_time() -> None:
         )
     )  # fmt: skip
     late = side.answer(3)
-    done = 4 - len(late.failed)
-    assert time.monotonic() - began >= deadline_s * 0.99
-    assert late.failed == (4, 5, 6, 7)[done:] and 0 < done <= rate * deadline_s
+    assert late.seconds == pytest.approx(deadline_s)
+    assert late.failed == (7,), "three are through after three quarters of a second"
     assert late.reason == "the time was up"
     side.close()
 
@@ -161,10 +180,11 @@ def test_what_is_called_off_while_it_is_parked_is_not_kept(
     one, _ = sides
     write(one.store(1), range(4))
     place = str(tmp_path / "there") if on_disk else None
-    faults.arm("transfer.park:1:slow")
-    one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
-    one.transfers.unpark(UnparkKv(epoch=1))
-    one.transfers.park(ParkKv(epoch=1, ticket=2, blocks=(2,), directory=place))
+    with gate_at(Point.PARK) as gate:
+        one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
+        gate.wait()
+        one.transfers.unpark(UnparkKv(epoch=1))
+        one.transfers.park(ParkKv(epoch=1, ticket=2, blocks=(2,), directory=place))
     off = one.answer(1)
     assert off.failed == (0, 1) and off.reason == "it was called off"
     assert not one.answer(2).failed
@@ -198,9 +218,14 @@ def test_an_epoch_that_ends_while_it_is_parked_leaves_nothing_of_it(
     one, _ = sides
     write(one.store(1), range(4))
     place = str(tmp_path / "there") if on_disk else None
-    faults.arm("transfer.park:1:slow")
-    one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
-    assert one.transfers.close(1, 5.0)
+    ending = one.transfers.enter(1)
+    with ThreadPoolExecutor(1) as beside:
+        with gate_at(Point.PARK) as gate:
+            one.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1), directory=place))
+            gate.wait()
+            closing = beside.submit(one.transfers.close, 1, 60.0)
+            assert ending.wait(60)
+        assert closing.result()
     assert one.answer(1).failed == (0, 1)
     assert one.transfers.lot.used_bytes == 0
     assert not list((tmp_path / "there").glob("*"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,13 +23,15 @@ from transfer_sides import (
     TOKENS,
     Side,
     check,
+    gate_at,
     pull,
     two_sides,
     write,
 )
 
-from flexslurm.engine import faults
+from flexslurm.engine import faults, transfer_client
 from flexslurm.engine.arena import Arena
+from flexslurm.engine.faults import Point
 from flexslurm.engine.kv_store import KvShape, KvStore
 from flexslurm.engine.ownership import Piece
 from flexslurm.engine.page_runs import PageSink, PageSource
@@ -137,12 +141,20 @@ def test_on_the_same_gpu_nothing_moves(sides: tuple[Side, Side]) -> None:
     check(new, pairs, (0, LAYERS), (1, 3), origin=(0, 1))
 
 
-def test_the_deadline_keeps_what_has_come(sides: tuple[Side, Side]) -> None:
+def test_the_deadline_keeps_what_has_come(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = sides
     write(one.store(1), range(40))
     new = two.store(2)
     pairs = [(n, n) for n in range(40)]
-    two.transfers.pull(pull(one, 1, 2, pairs, rate_bytes_per_s=160e3, timeout_s=1.0))
+    ahead_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(transfer_client, "time", clock)
+    with gate_at(Point.CHUNK, 2) as gate:
+        two.transfers.pull(pull(one, 1, 2, pairs, rate_bytes_per_s=1e6, timeout_s=600.0))
+        gate.wait()
+        ahead_s[0] = 601.0
     answer = two.answer(1)
     assert answer.reason == "the time was up"
     assert 0 < len(answer.failed) < 40
@@ -167,12 +179,12 @@ def test_what_comes_for_a_freed_block_goes_nowhere(sides: tuple[Side, Side]) -> 
     one, two = sides
     write(one.store(1), range(40))
     new = two.store(2)
-    two.transfers.pull(pull(one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=250e3))
-    while not two.arena.used_bytes:
-        time.sleep(0.001)
-    new.free([39])
-    new.prepare([39], [], [])
-    new.pool[torch.from_numpy(new.cells[39])] = 7.0
+    with gate_at(Point.CHUNK, 2) as gate:
+        two.transfers.pull(pull(one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=1e6))
+        gate.wait()
+        new.free([39])
+        new.prepare([39], [], [])
+        new.pool[torch.from_numpy(new.cells[39])] = 7.0
     answer = two.answer(1)
     assert answer.failed == (39,) and answer.reason == "they were freed meanwhile"
     assert (new.pool[torch.from_numpy(new.cells[39])] == 7.0).all()
@@ -262,16 +274,18 @@ def test_a_source_ends_what_it_sends(sides: tuple[Side, Side]) -> None:
     write(old, range(40))
     two.store(2)
     order = pull(
-        one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=50e3, timeout_s=600.0
+        one, 1, 2, [(n, n) for n in range(40)], rate_bytes_per_s=1e6, timeout_s=600.0
     )  # fmt: skip
-    two.transfers.pull(order)
-    while not one.transfers.sent_bytes:
-        time.sleep(0.001)
-    assert one.transfers.close(1, 60.0)
+    with ThreadPoolExecutor(1) as beside:
+        with gate_at(Point.CHUNK, 2) as gate:
+            two.transfers.pull(order)
+            gate.wait()
+            closing = beside.submit(one.transfers.close, 1, 60.0)
+            answer = two.answer(1)
+        assert closing.result()
     assert one.transfers.sent_bytes < 40 * LAYERS * HEADS * PAGE
     old.close()
     assert one.arena.used_bytes == 0
-    answer = two.answer(1)
     assert answer.failed
     assert "epoch 1 is not here" in answer.reason
 
