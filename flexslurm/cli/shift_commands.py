@@ -41,16 +41,18 @@ def shift(service: str | None, gear: str, dry_run: bool, service_dir: str | None
 @click.command()
 @shared.SERVICE
 @click.argument("pilot", required=False)
+@click.option("--undo", is_flag=True, help="As cordon --undo: take it, or another, into use again.")
 @shared.SERVICE_DIR
-def drain(service: str | None, pilot: str | None, service_dir: str | None) -> None:
+def drain(service: str | None, pilot: str | None, undo: bool, service_dir: str | None) -> None:
     """Move a service off a pilot, and end the pilot once nothing of it is used."""
     from flexslurm.cli.ask import ask
     from flexslurm.cli.service_places import find_service
-    from flexslurm.messages import AskDone, DrainAsk
+    from flexslurm.messages import AskDone, CordonAsk, DrainAsk
 
     service, pilot = shared.of_service(service, pilot, "pilot")
     directory = find_service(service, service_dir)
-    answer = ask(directory, DrainAsk(fragment=pilot), timeout_s=5.0)
+    order = CordonAsk(fragment=pilot, cordon=False) if undo else DrainAsk(fragment=pilot)
+    answer = ask(directory, order, timeout_s=5.0)
     if isinstance(answer, AskDone):
         click.echo(answer.message)
 

@@ -104,11 +104,17 @@ class PoolKeeper(Keeping):
         return None
 
     def _needed(self, now: float) -> Submit | None:
+        """Of the entries that lack pilots the one that has the fewest: all are filled alike."""
+        lacking = []
         for number, entry in enumerate(self.entries):
-            missing = self._target(number) - len(self.staying(number))
+            there = len(self.staying(number))
+            missing = self._target(number) - there
             if missing <= 0 or self.count(number) >= entry.most:
                 self._said_stuck.pop(number, None)
-                continue
+            else:
+                lacking.append((there, number, missing))
+        for _, number, missing in sorted(lacking):
+            entry = self.entries[number]
             shape = self.trials.choose(now, number, len(entry.shapes))
             if shape is not None:
                 return self._submit(now, number, shape, f"{missing} missing")

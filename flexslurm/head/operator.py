@@ -32,17 +32,17 @@ class Operator:
         fragments: Callable[[], Iterable[str]],
         tell: Callable[[Event], None],
         now: Callable[[], float],
-        bring_back: Callable[[str], bool] = lambda fragment: False,
+        bring_back: Callable[[str], str] = lambda fragment: "",
     ) -> None:
-        """`bring_back`: submit another for a pilot that was drained and has ended, if it was."""
+        """`bring_back`: have another for a pilot that has ended, in words; '' where it has not."""
         self._control, self._planner, self._moves = control, planner, moves
         self._fragments, self._tell, self._now = fragments, tell, now
         self._bring_back = bring_back
 
     def answer(self, ask: ShiftAsk | CordonAsk | DrainAsk) -> AskDone | ShiftAnswer:
         match ask:
-            case CordonAsk(fragment=fragment, cordon=False) if self._bring_back(fragment):
-                return AskDone(message=f"{fragment} had ended: another is submitted in its place")
+            case CordonAsk(fragment=fragment, cordon=False) if back := self._bring_back(fragment):
+                return AskDone(message=back)
             case CordonAsk(fragment=fragment, cordon=cordon):
                 self._check_fragment(fragment)
                 self._tell(Cordon(fragment, cordon))

@@ -23,6 +23,7 @@ from flexslurm.errors import FlexslurmError
 from flexslurm.head.node_looks import NodeLooks
 from flexslurm.head.pool import Pool
 from flexslurm.head.status import JobView
+from flexslurm.head.unkept import UnkeptPool
 from flexslurm.slurm.command import backoff_s
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.pilot import Submitter
@@ -47,7 +48,7 @@ class JobPoller:
         pilots: Callable[[], Iterable[Pilot]],
         tell: Callable[[Event], None],
         interval_s: float,
-        pool: Pool | None = None,
+        pool: Pool | UnkeptPool | None = None,
         nodes: NodeLooks | None = None,
         kill_wait_s: Callable[[str], float] = lambda partition: 0.0,
         now: Callable[[], float] = time.monotonic,
@@ -146,7 +147,7 @@ class JobPoller:
         self._look_whether_it_completes(pilot, info)
         self._look_whether_it_stays(pilot, info)
         self._look_at_its_end(pilot, info)
-        if self._pool is not None:
+        if isinstance(self._pool, Pool):
             return  # which says more of held jobs
         if info.held and job_id not in self._held:
             self._held.add(job_id)

@@ -38,6 +38,7 @@ from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.head.hole_looks import HoleLooks
 from flexslurm.head.ledger import Figures
 from flexslurm.head.pilot_specs import entries_of, keeper_settings, load_settings, pilot_spec
+from flexslurm.head.unkept import UnkeptPool
 from flexslurm.slurm.job_names import UNSENT
 from flexslurm.slurm.pilot import SlurmSubmitter, Submitter
 from flexslurm.wire.service_dir import Pilot, Pilots, ServiceDir
@@ -286,12 +287,13 @@ class Pool:
             if fragment in self.keeper.kept:
                 self.keeper.part(fragment, node)
 
-    def bring_back(self, fragment: str) -> bool:
-        """Submit another for one that was drained and has ended; False where it was not."""
-        found = self.keeper.bring_back(fragment)
-        if found:  # the next of this name is not to be drained as it was
-            self._tell(Cordon(fragment, cordon=False, gone=True))
-        return found
+    def bring_back(self, fragment: str) -> str:
+        """Submit another for one that was drained and has ended, in words; '' where it was not."""
+        if not self.keeper.bring_back(fragment):
+            return ""
+        # the next of this name is not to be drained as it was
+        self._tell(Cordon(fragment, cordon=False, gone=True))
+        return f"{fragment} had ended: another is submitted in its place"
 
     def lines(self) -> tuple[str, ...]:
         """How the pool is, for people."""
@@ -347,13 +349,17 @@ def open_pool(
     tell: Callable[[Event], None],
     record: Callable[[dict[str, Any]], None],
     choose: Callable[[Signature], Gear | NoGear],
-) -> Pool | None:
-    """The pool of a service; None where nobody keeps it: an allocation is what it is.
+    hurry: Callable[[], None] = lambda: None,
+) -> Pool | UnkeptPool:
+    """The pool of a service. An allocation is what it is: nobody keeps that.
 
-    `choose`: the gear for an allocation.
+    `choose`: the gear for an allocation; `hurry`: have the poller come sooner.
     """
     if pilots.cluster == "allocation" or not service.keeping.enabled:
-        return None
+        return UnkeptPool(
+            service, site, directory, pilots.cluster, submitter,
+            tell=tell, record=record, hurry=hurry,
+        )  # fmt: skip
     return Pool(
         service, site, directory, pilots, submitter, tell=tell, record=record,
         holds=lambda signature: isinstance(choose(signature), Gear),

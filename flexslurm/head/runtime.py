@@ -17,11 +17,7 @@ import msgspec
 
 from flexslurm.control.actions import SwitchOver
 from flexslurm.control.controller import Controller
-from flexslurm.control.events import (
-    Event,
-    GearPlanned,
-    Tick,
-)
+from flexslurm.control.events import Event, GearPlanned, Tick
 from flexslurm.control.restore import Memory
 from flexslurm.control.state import Control
 from flexslurm.errors import FlexslurmError, ServiceError
@@ -43,6 +39,7 @@ from flexslurm.head.reporting import Reporter
 from flexslurm.head.request_notes import RequestNotes
 from flexslurm.head.settings import control_settings, risk_kind, submitter_for
 from flexslurm.head.storage import Storage
+from flexslurm.head.unkept import UnkeptPool
 from flexslurm.messages import (
     AgentHello,
     AskDone,
@@ -73,7 +70,7 @@ class Head:
     """One head, from its start to its end."""
 
     poller: JobPoller | None = None
-    pool: Pool | None = None
+    pool: Pool | UnkeptPool | None = None
 
     def __init__(self, directory: ServiceDir, files: HeadFiles) -> None:
         self.directory = directory
@@ -122,7 +119,7 @@ class Head:
             fragments=self._fragments,
             tell=self._tell,
             now=time.monotonic,
-            bring_back=lambda name: self.pool is not None and self.pool.bring_back(name),
+            bring_back=lambda name: "" if self.pool is None else self.pool.bring_back(name),
         )
         self.reporter = Reporter(self.service.name, self.control, self.ledger, self.api, measuring)
         self.nodes = NodeBook(self.control.members)
@@ -187,6 +184,7 @@ class Head:
             self.pool = open_pool(
                 self.service, self.site, self.directory, pilots, submitter,
                 tell=self._tell, record=self.effects.record, choose=self.planner.choose,
+                hurry=self._look_now,
             )  # fmt: skip
             interval_s = self.site.slurm.poll_interval
             agents = self.control.members.agents
@@ -362,10 +360,7 @@ class Head:
 
     def _release(self, node: str) -> str:
         if self.pool is None:
-            raise ServiceError(
-                "nobody keeps this pool, so that no node can be given back alone",
-                hint="flexslurm drain ends a whole pilot; see keeping.enabled",
-            )
+            raise ServiceError("there is no list of pilots: this service was not launched")
         return self.pool.release(node, self.control.members)
 
     def _look_now(self) -> None:

@@ -12,6 +12,7 @@ import re
 import secrets
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from flexslurm.slurm.nodelist import expand, expand_counts
 from flexslurm.slurm.script import HeadSpec, PilotSpec
 
 STEP_NAME = "step"
+_FRESH_S = 5.0
+"""The nodes of a job become fewer when one is lost: they are asked for again after so long."""
 _SAY_S = 2.0
 """For a node to hear that a process shall end, and to say that it has."""
 # How `scontrol show job -d` prints what a job holds on some of its nodes.
@@ -173,7 +176,8 @@ class AllocationSubmitter:
         self._environ = environ
         self.client = SlurmClient(site.slurm, environ=environ)
         self._identity = {k: v for k, v in environ.items() if _IDENTITY.match(k)}
-        self._nodes: list[AllocatedNode] | None = None
+        self._nodes: list[AllocatedNode] = []
+        self._nodes_at = float("-inf")
         self._place = service_dir.absolute()
         srun_env = {k: environ[k] for k in ("SLURM_CONF",) if k in environ}
         self._steps = LocalSubmitter(
@@ -184,13 +188,14 @@ class AllocationSubmitter:
         )
 
     def nodes(self) -> list[AllocatedNode]:
-        """The nodes with GPUs; asked of Slurm once."""
-        if self._nodes is None:
+        """The nodes with GPUs that the job holds; asked of Slurm once in a while."""
+        if time.monotonic() >= self._nodes_at + _FRESH_S:
             self._nodes = [
                 node
                 for component in components(self._environ)
                 for node in allocated_nodes(component, self._details(component.job_id), self.site)
             ]
+            self._nodes_at = time.monotonic()
         return self._nodes
 
     def _details(self, job_id: str) -> str:

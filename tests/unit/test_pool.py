@@ -16,6 +16,7 @@ from flexslurm.control.members import Members
 from flexslurm.errors import ServiceError, SlurmError
 from flexslurm.gear import NoGear
 from flexslurm.head.pool import open_pool
+from flexslurm.head.unkept import UnkeptPool
 from flexslurm.messages import PROTOCOL, AgentHello, GpuInfo
 from flexslurm.slurm.jobs import JobInfo
 from flexslurm.slurm.states import JobState
@@ -54,6 +55,19 @@ def test_when_a_thousand_are_cancelled_at_once_there_is_no_burst(tmp_path: Path)
     submitted = [what for _, what in calls].count("sbatch")
     assert submitted >= 0.45 * len(calls)  # every other call brings a pilot back
     assert all((a, b) != ("sbatch", "sbatch") for (_, a), (_, b) in itertools.pairwise(calls))
+
+
+def test_a_large_pool_is_filled_in_turn_all_entries_alike(tmp_path: Path) -> None:
+    """One submission in every second interval, however many are missing: each is a call."""
+    second = "}, {gpu_type: a100, gpus: 2, partition: p, count: 100"
+    bench = Bench(tmp_path, 100, more=second)
+    bench.run(1000)
+    calls = bench.submitter.calls
+    assert min(bench.gaps()) >= 4.0 and len(calls) <= 1000 / 5 + 1
+    assert all((a, b) != ("sbatch", "sbatch") for (_, a), (_, b) in itertools.pairwise(calls))
+    sizes = [job.pilot.gpus for job in bench.submitter.queue.jobs.values()]
+    assert 95 <= len(sizes) <= 101
+    assert all(abs(sizes[:n].count(1) - sizes[:n].count(2)) <= 1 for n in range(len(sizes)))
 
 
 def test_a_slurm_that_does_not_answer_is_asked_ever_more_rarely(tmp_path: Path) -> None:
@@ -98,7 +112,7 @@ def test_what_was_drained_is_written_down(tmp_path: Path) -> None:
     pool = bench.run(120)
     assert "drained: a100-2 (" in pool.lines()[0]
     assert "sbatch" not in {what for _, what in bench.submitter.calls}
-    assert pool.bring_back("a100-2")
+    assert pool.bring_back("a100-2") == "a100-2 had ended: another is submitted in its place"
     bench.now += 1.0
     pool.tick(Members(), lambda: IDLE, ())
     back = bench.directory.pilots()
@@ -217,7 +231,7 @@ def test_an_allocation_and_a_pool_that_nobody_keeps(tmp_path: Path) -> None:
             service, bench.site, bench.directory, Pilots(cluster), bench.submitter,  # type: ignore[arg-type]
             tell=lambda event: None, record=bench.records.append, choose=NoGear,
         )  # fmt: skip
-        assert made is None
+        assert isinstance(made, UnkeptPool)
 
 
 # ------------------------------------------------------------------------- few requests
