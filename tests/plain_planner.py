@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexslurm.control.actions import PlanShift
+from flexslurm.control.cards import Cards
 from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.installed import InstalledGear
 from flexslurm.control.members import AgentRecord
@@ -14,6 +15,9 @@ from flexslurm.messages import Pacing
 
 class PlainPlanner:
     """One says what `choose` finds, and where it places it."""
+
+    def meet(self, cards: Cards) -> None:
+        """Gears of tests fit any card."""
 
     def choose(self, signature: Signature) -> Gear | NoGear:
         raise NotImplementedError

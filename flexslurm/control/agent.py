@@ -102,7 +102,13 @@ class Agent:
         gpu_type = self._site.gpu_types.get(self._options.gpu_type)
         if gpu_type is None:
             raise EnvironmentFault(f"GPU type '{self._options.gpu_type}' is not in the site file")
-        self._gpus = gpus_of_node(self._options.gpu_type, gpu_type, self._options.gpus)
+        self._gpus = await asyncio.to_thread(
+            gpus_of_node,
+            self._options.gpu_type,
+            gpu_type,
+            self._options.gpus,
+            fragment=self._options.fragment,
+        )
         try:
             return await self._live()
         finally:

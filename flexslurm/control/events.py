@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexslurm.control.choices import PolicySettings
@@ -229,6 +230,8 @@ class ControlSettings:
     Slurm kills within its KillWait, 30 s as a rule; a job has up to a minute more at its limit.
     """
     watch: WatchSettings = field(default_factory=WatchSettings)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of a card, by type, as gears are planned with; a type without is taken as it comes."""
 
 
 @dataclass(slots=True)

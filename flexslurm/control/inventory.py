@@ -1,28 +1,50 @@
-"""The GPUs an agent holds: real ones by NVML, virtual ones by the site file."""
+"""The GPUs an agent holds: real ones by NVML, virtual ones by the site file; changes nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexslurm.config.site import GpuType
 from flexslurm.errors import EnvironmentFault
 from flexslurm.messages import GpuInfo
 
+VARIABLE = "FLEXSLURM_VIRTUAL_MEMORY"
+"""`a100-2=1000000`: virtual GPUs of this pilot have no more bytes, as if others held the rest."""
+_DRIVER_SHARE = 0.05
+"""Of a card, what the driver itself may hold; what is held beyond is another process's."""
+_FREED_WITHIN_S = 10.0
+"""What a job before us held may take so long to be free."""
+
 
 def gpus_of_node(
-    name: str, gpu_type: GpuType, count: int, env: Mapping[str, str] = os.environ
+    name: str,
+    gpu_type: GpuType,
+    count: int,
+    env: Mapping[str, str] = os.environ,
+    *,
+    fragment: str = "",
+    sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[GpuInfo, ...]:
-    """This node's GPUs, `count` of them.
+    """This node's GPUs, `count` of them, with the memory that nobody else holds.
 
-    Raises EnvironmentFault when the driver shows fewer, or when a virtual type has no memory.
+    Waits up to ten seconds where somebody does. Raises EnvironmentFault when the driver shows
+    fewer, or when a virtual type has no memory.
     """
     if gpu_type.virtual is not None:
         if gpu_type.memory is None:
             raise EnvironmentFault(f"the virtual GPU type '{name}' has no memory in the site file")
-        return tuple(GpuInfo(i, gpu_type.memory, f"virtual-{name}-{i}") for i in range(count))
-    found = _visible(env)
+        memory = min(gpu_type.memory, _virtual_memory(env, fragment))
+        return tuple(GpuInfo(i, memory, f"virtual-{name}-{i}") for i in range(count))
+    found, held = _visible(env)
+    for _ in range(int(_FREED_WITHIN_S)):
+        if not held or gpu_type.gres is not None:  # of a shared card others hold parts
+            break
+        sleep(1.0)
+        found, held = _visible(env)
     if len(found) < count:
         raise EnvironmentFault(
             f"{count} {name} GPUs are to be used, but the driver shows {len(found)}",
@@ -39,7 +61,18 @@ def _within(gpu: GpuInfo, gpu_type: GpuType) -> GpuInfo:
     return GpuInfo(gpu.index, share, gpu.uuid)
 
 
-def _visible(env: Mapping[str, str]) -> list[GpuInfo]:
+def _virtual_memory(env: Mapping[str, str], fragment: str) -> int:
+    for entry in filter(None, env.get(VARIABLE, "").split(",")):
+        name, _, size = entry.strip().partition("=")
+        if not size.isdecimal():
+            raise EnvironmentFault(f"{VARIABLE}: cannot read '{entry}'", hint="write PILOT=BYTES")
+        if name == fragment:
+            return int(size)
+    return sys.maxsize
+
+
+def _visible(env: Mapping[str, str]) -> tuple[list[GpuInfo], bool]:
+    """The cards, and whether others hold memory of them."""
     import pynvml
 
     try:
@@ -51,14 +84,22 @@ def _visible(env: Mapping[str, str]) -> list[GpuInfo]:
         ) from None
     try:
         infos = [
-            (str(pynvml.nvmlDeviceGetUUID(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
+            (str(pynvml.nvmlDeviceGetUUID(h)), pynvml.nvmlDeviceGetMemoryInfo(h))
             for h in _devices()
         ]
     finally:
         pynvml.nvmlShutdown()
     allowed = env.get("CUDA_VISIBLE_DEVICES")
     chosen = range(len(infos)) if not allowed else _chosen(allowed, [uuid for uuid, _ in infos])
-    return [GpuInfo(n, infos[i][1], infos[i][0]) for n, i in enumerate(chosen)]
+    found = [GpuInfo(n, _at_hand(infos[i][1]), infos[i][0]) for n, i in enumerate(chosen)]
+    total = sum(int(infos[i][1].total) for i in chosen)
+    return found, sum(gpu.memory_bytes for gpu in found) < total
+
+
+def _at_hand(memory: Any) -> int:
+    """Bytes of a card that no other process holds."""
+    total, used = int(memory.total), int(getattr(memory, "used", 0))
+    return total if used <= total * _DRIVER_SHARE else total - used
 
 
 def _devices() -> list[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from flexslurm.control.cards import Cards, weigh_cards
 from flexslurm.gear import Shape, Signature
 from flexslurm.messages import AgentHello
 
@@ -95,7 +96,9 @@ class AgentRecord:
 class Members:
     """All agents by incarnation. Invariant: one agent for each (fragment, node)."""
 
-    def __init__(self) -> None:
+    def __init__(self, promised: Mapping[str, int] | None = None) -> None:
+        """`promised`: bytes of a card that gears are planned with, by type."""
+        self.promised = dict(promised or {})
         self.agents: dict[str, AgentRecord] = {}
         self.cordoned: set[str] = set()
         self.draining: set[str] = set()
@@ -150,18 +153,30 @@ class Members:
 
     def usable(self, *, leaving: bool = False) -> list[AgentRecord]:
         """Agents a gear may use, in a fixed order; with `leaving`, those on notice too."""
-        states = {AgentState.READY} | ({AgentState.LEAVING} if leaving else set())
+        left_out = self.cards().left_out
         return sorted(
-            (
-                agent
-                for agent in self.agents.values()
-                if agent.state in states
-                and not agent.dismissed
-                and not agent.parting
-                and agent.hello.fragment not in self.cordoned
-            ),
+            (agent for agent in self._at_hand(leaving=leaving) if agent.id not in left_out),
             key=lambda agent: (agent.hello.fragment, agent.hello.node, agent.id),
         )
+
+    def cards(self) -> Cards:
+        """What the cards have, of all agents that a gear could use otherwise."""
+        at_hand = self._at_hand(leaving=True)
+        staying = [agent for agent in at_hand if agent.state is AgentState.READY]
+        leaving = [agent for agent in at_hand if agent.state is AgentState.LEAVING]
+        return weigh_cards(staying, leaving, self.promised)
+
+    def _at_hand(self, *, leaving: bool) -> list[AgentRecord]:
+        """Those that could be used by what they are doing."""
+        states = {AgentState.READY} | ({AgentState.LEAVING} if leaving else set())
+        return [
+            agent
+            for agent in self.agents.values()
+            if agent.state in states
+            and not agent.dismissed
+            and not agent.parting
+            and agent.hello.fragment not in self.cordoned
+        ]
 
     def arena_bytes(self, at: GpuAt, fraction: float) -> int:
         """What a worker on this GPU may use."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flexslurm.control.actions import PlanShift
+from flexslurm.control.cards import Cards
 from flexslurm.control.choices import HORIZON_S, Observation, Option, ShiftPrice
 from flexslurm.control.horizon import Outlook
 from flexslurm.control.installed import InstalledGear
@@ -25,6 +26,10 @@ _SOON_S = HORIZON_S
 
 class GearSource(Protocol):
     """What the controller asks of the planner; pure and quick."""
+
+    def meet(self, cards: Cards) -> None:
+        """What cards there are now: whatever is chosen from now on fits them."""
+        ...
 
     def choose(self, signature: Signature) -> Gear | NoGear: ...
 
@@ -84,6 +89,7 @@ def observe(
 ) -> Observation:
     """`first`: no gear has served yet."""
     members, planner, watch = known.members, known.planner, known.watch
+    planner.meet(members.cards())
     best = planner.choose(signature_of(members.usable()))
     outlook = _outlook(now, known, current) if current is not None else Outlook()
     options = []

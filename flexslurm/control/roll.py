@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flexslurm.control.actions import Action, Record, Say, Send
+from flexslurm.control.cards import short_words
 from flexslurm.control.endings import Endings
 from flexslurm.control.events import (
     ControlSettings,
@@ -227,6 +228,8 @@ class Roll:
             told.changes.append(Joined(self._members.agents[hello.incarnation]))
             what = f"{len(hello.gpus)} {hello.gpu_type}"
             told.actions.append(Say(f"{hello.fragment} on {hello.node} joined: {what}"))
+            short = short_words(hello, self._members.promised)
+            told.actions += [Say(short, warning=True)] if short else []
             early = self._endings.met(now, hello.fragment)
             if early is not None:
                 told += self._on_leaving(now, self._members.agents[hello.incarnation], *early)

@@ -96,6 +96,7 @@ class Control:
     """Whether an operator has given the choice back since the last decision."""
 
     def __post_init__(self) -> None:
+        self.members.promised = dict(self.settings.memory_bytes)
         self._roll = Roll(self.settings, self.members)
         close_timeout_s = self.settings.install.close_timeout_s
         self._aftermath = Aftermath(self.members, self.holdings, close_timeout_s)

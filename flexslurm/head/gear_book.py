@@ -26,9 +26,16 @@ Found = Gear | NoGear
 class GearBook:
     """Gears by signature: planned ones, the table's, and stand-ins for what is being planned."""
 
-    def __init__(self, ask: Callable[[Signature], None]) -> None:
-        """`ask` is called, once until the answer comes, with a signature to plan."""
-        self._ask = ask
+    def __init__(
+        self,
+        ask: Callable[[Signature], None],
+        fit: Callable[[Gear], Gear | None] = lambda gear: gear,
+    ) -> None:
+        """`ask` is called, once until the answer comes, with a signature to plan.
+
+        `fit` makes a gear fit the cards that are here; None: it cannot be made to.
+        """
+        self._ask, self._fit = ask, fit
         self._table: GearTable | None = None
         self._known: OrderedDict[Signature, Found] = OrderedDict()
         self._asked: dict[Signature, Found] = {}
@@ -37,7 +44,13 @@ class GearBook:
     def use(self, table: GearTable) -> None:
         """Look gears up in this table from now on."""
         self._table = table
+        self.forget()
+
+    def forget(self) -> None:
+        """Look everything up anew: there are other cards, or there is another table."""
         self._known.clear()
+        for signature in self._asked:
+            self._asked[signature] = self._stand_in(signature)
 
     def names(self) -> list[str]:
         """Names of gears that there are, the table's first: at most a few hundred."""
@@ -48,13 +61,9 @@ class GearBook:
 
     def choose(self, signature: Signature) -> Found:
         """The exact gear where it is known, else a stand-in."""
-        found = self._known.get(signature)
+        found = self.look(signature)
         if found is not None:
             self._known.move_to_end(signature)
-            return found
-        found = self._table.gear(signature) if self._table is not None else None
-        if found is not None:
-            self._remember(signature, found)
             return found
         if signature in self._asked:
             return self._asked[signature]
@@ -68,19 +77,26 @@ class GearBook:
         """What is known exactly; asks nobody, and gives no stand-in."""
         found = self._known.get(signature)
         if found is None and self._table is not None:
-            found = self._table.gear(signature)
+            found = self._fitting(self._table.gear(signature))
             if found is not None:
                 self._remember(signature, found)
         return found
 
+    def _fitting(self, found: Found | None) -> Found | None:
+        return self._fit(found) if isinstance(found, Gear) else found
+
     def others(self, signature: Signature) -> tuple[Gear, ...]:
         """The next best gears of an allocation, where the table has some."""
-        return self._table.others(signature) if self._table is not None else ()
+        found = self._table.others(signature) if self._table is not None else ()
+        return tuple(gear for gear in map(self._fit, found) if gear is not None)
 
     def learn(self, signature: Signature, found: Found | None) -> None:
-        """What was planned; None: planning failed, and the stand-in stays."""
+        """What was planned; None: planning failed, and the stand-in stays.
+
+        Planned for other cards than are here by now, it is asked for again when it is needed.
+        """
         stand_in = self._asked.pop(signature, None)
-        answer = found if found is not None else stand_in
+        answer = self._fitting(found) if found is not None else stand_in
         if isinstance(answer, NoGear) and found is None:
             answer = NoGear(signature, "its gear could not be planned; the head's log says why")
         if answer is not None:
@@ -93,4 +109,6 @@ class GearBook:
 
     def _stand_in(self, signature: Signature) -> Found:
         gear = self._table.dominated(signature) if self._table is not None else None
-        return gear or NoGear(signature, f"the gear of {signature} is still being planned")
+        return (gear and self._fit(gear)) or NoGear(
+            signature, f"the gear of {signature} is still being planned"
+        )

@@ -34,11 +34,13 @@ def read_files(directory: ServiceDir) -> HeadFiles:
     site = load_section(Site, directory.site)
     context = check_model(service.model.path).max_context
     plans = PlanWorker(directory.path)
+    planner = ServicePlanner(service, site, plans.ask, directory.leaf_switches())
+    plans.memory = lambda: planner.planned_memory
     return HeadFiles(
         service=service,
         site=site,
         model_context=context,
         api=ApiServer(service, context),
         plans=plans,
-        planner=ServicePlanner(service, site, plans.ask, directory.leaf_switches()),
+        planner=planner,
     )

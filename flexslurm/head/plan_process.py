@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from flexslurm.config.site import Site
 from flexslurm.engine.prctl import die_with_parent
 from flexslurm.errors import FlexslurmError
 from flexslurm.gear import Gear, NoGear, Signature
+from flexslurm.head.card_memory import memory_option, read_memory
 from flexslurm.head.logs import set_up_logging
 from flexslurm.wire.files import write_atomically
 from flexslurm.wire.service_dir import ServiceDir
@@ -34,11 +36,17 @@ class Planned(msgspec.Struct, frozen=True):
     none: NoGear | None = None
 
 
-def plan_command(directory: Path, signature: Signature | None) -> tuple[str, ...]:
-    """The command line that plans an allocation; without one, the whole table."""
+def plan_command(
+    directory: Path, signature: Signature | None, memory: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """The command line that plans an allocation; without one, the whole table.
+
+    `memory`: bytes of a card by type, where cards have less than the site file says.
+    """
     where = ("--service-dir", str(directory), "--parent", str(os.getpid()))
     what = () if signature is None else ("--signature", str(signature))
-    return (sys.executable, "-P", "-m", "flexslurm.head.plan_process", *where, *what)
+    more = memory_option(memory or {})
+    return (sys.executable, "-P", "-m", "flexslurm.head.plan_process", *where, *what, *more)
 
 
 def read_planned(text: bytes) -> Gear | NoGear:
@@ -59,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--service-dir", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--signature", type=Signature.parse)
+    parser.add_argument("--memory", action="append", default=[])
     arguments = parser.parse_args(argv)
     set_up_logging("planner")
     die_with_parent(arguments.parent)
@@ -66,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)  # HiGHS writes lines of its own to the standard output
     try:
-        text = _plan(ServiceDir(arguments.service_dir), arguments.signature)
+        memory = read_memory(arguments.memory)
+        text = _plan(ServiceDir(arguments.service_dir), arguments.signature, memory)
     except FlexslurmError as error:
         logging.getLogger(__name__).error("%s", error)
         return error.exit_code
@@ -75,13 +85,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _plan(directory: ServiceDir, signature: Signature | None) -> bytes:
+def _plan(directory: ServiceDir, signature: Signature | None, memory: Mapping[str, int]) -> bytes:
     from flexslurm.head.planning import ServicePlanner
 
     service, site = load_section(Service, directory.service), load_section(Site, directory.site)
-    planner = ServicePlanner(service, site)
+    planner = ServicePlanner(service, site, memory=memory)
     if signature is None:
-        write_atomically(directory.gears, planner.make_table(lambda done, total: None))
+        write_atomically(directory.table(memory), planner.make_table(lambda done, total: None))
         return b""
     found = planner.exact(signature)
     answer = Planned(gear=found) if isinstance(found, Gear) else Planned(none=found)

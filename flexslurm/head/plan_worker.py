@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flexslurm.gear import Gear, NoGear, Signature
@@ -28,6 +28,8 @@ class PlanWorker:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.memory: Callable[[], Mapping[str, int]] = dict
+        """Bytes of a card by type to plan with, where that is less than the site file says."""
         self._waiting: dict[Signature | None, None] = {}
         self._wake = asyncio.Event()
 
@@ -58,16 +60,21 @@ class PlanWorker:
                 await asyncio.gather(table, return_exceptions=True)
 
     async def _answer(self, wanted: Signature | None, tell: Tell) -> None:
-        answer = await self._plan(wanted)
+        memory: dict[str, int] | None = None
+        memory = dict(self.memory())
+        answer = await self._plan(wanted, memory)
+        while memory != self.memory():  # there are other cards by now
+            memory = dict(self.memory())
+            answer = await self._plan(wanted, memory)
         del self._waiting[wanted]
         tell(wanted, answer)
 
-    async def _plan(self, signature: Signature | None) -> Answer:
+    async def _plan(self, signature: Signature | None, memory: Mapping[str, int]) -> Answer:
         what = f"the gear of {signature}" if signature is not None else "the gear table"
         log.info("planning %s", what)
         try:
             process = await asyncio.create_subprocess_exec(
-                *plan_command(self._directory, signature),
+                *plan_command(self._directory, signature, memory),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
             )

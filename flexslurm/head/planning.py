@@ -13,6 +13,7 @@ import msgspec
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.control.actions import PlanShift
+from flexslurm.control.cards import Cards
 from flexslurm.control.choices import ShiftPrice
 from flexslurm.control.installed import InstalledGear, InstalledReplica
 from flexslurm.control.members import AgentRecord, GpuAt
@@ -23,11 +24,13 @@ from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Shape, Signature, Slot, slots
+from flexslurm.head.card_memory import memory_to_plan_with
 from flexslurm.head.gear_book import GearBook
 from flexslurm.head.gear_tables import Progress, fits, full_pool, make_service_table, pilot_kinds
 from flexslurm.messages import Pacing
 from flexslurm.planner.build import no_gear
 from flexslurm.planner.files import load_acted, load_measured, load_spec, open_table
+from flexslurm.planner.fitting import fit_gear
 from flexslurm.planner.hashing import inputs_hash
 from flexslurm.planner.keeping import KeptReplica, keeping_gear
 from flexslurm.planner.layouts import gear_of_layout, is_layout, replica_tokens_per_s
@@ -52,29 +55,67 @@ class ServicePlanner:
         site: Site,
         ask: Callable[[Signature], None] = lambda signature: None,
         leaves: Mapping[str, str] | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         """`ask` is told of allocations whose gears are to be planned elsewhere.
 
-        `leaves`: the leaf switch of each node, where it is known. Raises ConfigError for measured
-        files that the site names and that are not there or malformed.
+        `leaves`: the leaf switch of each node, where it is known. `memory`: what `planned_memory`
+        of another one says. Raises ConfigError for measured files that the site names and that are
+        not there or malformed.
         """
         self.spec = load_spec(service.model.path, service.model.dtype)
         figures = Topology.from_site(site, service.model.dtype)
-        self.topology, self._profiles = load_measured(site.measured, self.spec, figures)
+        self._site_topology, self._profiles = load_measured(site.measured, self.spec, figures)
+        self.promised = {n: gpu.memory_bytes for n, gpu in self._site_topology.gpus.items()}
+        self.planned_memory: Mapping[str, int] = dict(memory or {})
+        """Bytes of a card by type, where cards have less than the site file says."""
+        self.topology = self._site_topology.with_memory(self.planned_memory)
+        self._cards = Cards()
         self._leaves = dict(leaves or {})
         self.goal = Goal.from_service(service)
         self._acted = load_acted(self.topology, service.model.dtype)
         self._virtual = {
             name: entry.virtual for name, entry in site.gpu_types.items() if entry.virtual
         }
-        self._problem = Problem(self.spec, self.topology, self.goal, self._acted, self._profiles)
-        self._within = WithinTargets(self._problem)
+        self._set_problem()
         self._service = service
-        self.book = GearBook(ask)
+        self.book = GearBook(ask, self._fit)
+        self.on_other_memory: Callable[[], None] = lambda: None
+        """Called when the gears of another table are wanted, for cards with other memory."""
         self.priced_by: Callable[[PlanShift], ShiftPrice] | None = None
         self.parked_by: Callable[[InstalledGear], float | None] | None = None
         self.lived_by: Callable[[InstalledGear], Sequence[LiveKv]] | None = None
         """Whose KV a gear holds now: placements keep as much of it where it is as they can."""
+
+    # -------------------------------------------------------------------------------- memory
+
+    def _set_problem(self) -> None:
+        self._problem = Problem(self.spec, self.topology, self.goal, self._acted, self._profiles)
+        self._within = WithinTargets(self._problem)
+
+    def meet(self, cards: Cards) -> None:
+        """What cards there are now: gears are cut to what they have, and planned for it beside."""
+        if cards.memory == self._cards.memory:
+            self._cards = cards
+            return
+        self._cards = cards
+        wanted = memory_to_plan_with(cards.memory, self.promised)
+        other, self.planned_memory = wanted != self.planned_memory, wanted
+        self.topology = self._site_topology.with_memory(wanted)
+        self._set_problem()
+        self.book.forget()
+        if other:
+            log.warning("gears are planned for other memory: %s", cards.words or "as the site says")
+            self.on_other_memory()
+
+    def _fit(self, gear: Gear) -> Gear | None:
+        return fit_gear(self.spec, self.goal.limits, self._cards.memory, gear)
+
+    def _with_words(self, found: Gear | NoGear) -> Gear | NoGear:
+        """Of a gear that there is not, also which cards have less than they should."""
+        if isinstance(found, Gear) or not self._cards.words:
+            return found
+        return NoGear(found.signature, f"{found.reason} ({self._cards.words})", found.short_bytes)
 
     # ------------------------------------------------------------------------------ planning
 
@@ -112,15 +153,15 @@ class ServicePlanner:
     def choose(self, signature: Signature) -> Gear | NoGear:
         """The gear for an allocation, from the table; never plans."""
         found = self.look(signature)
-        return found if found is not None else self.book.choose(signature)
+        return found if found is not None else self._with_words(self.book.choose(signature))
 
     def look(self, signature: Signature) -> Gear | NoGear | None:
         """What is known for an allocation that there may come to be; asks nobody to plan it."""
         found = self.book.look(signature)
         if found is not None:
-            return found
+            return self._with_words(found)
         missing = no_gear(self._problem, signature)
-        return missing if missing.short_bytes else None
+        return self._with_words(missing) if missing.short_bytes else None
 
     def options(self, signature: Signature) -> tuple[Gear, ...]:
         """The gears named in the service file that an allocation can hold, the preferred first."""

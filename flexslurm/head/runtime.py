@@ -106,12 +106,15 @@ class Head:
         )
         probe = self.api.probe_tokens(self.service.executor.health_probe_tokens)
         kinds = self._risk_kind
-        settings = control_settings(self.service, self.site, self.incarnation, probe, kinds)
+        settings = control_settings(
+            self.service, self.site, self.incarnation, probe, kinds, self.planner.promised
+        )
         self.control = Control(settings, self.planner)
         self.controller = Controller(self.control, self.effects, time.monotonic)
         self.planner.priced_by = self.effects.moves.price
         self.planner.parked_by = self.effects.away.needed_s
         self.planner.lived_by = self.effects.moves.held
+        self.planner.on_other_memory = lambda: self._open_table(or_plan=True)
         self.operator = Operator(
             self.control,
             self.planner,
@@ -197,7 +200,8 @@ class Head:
         return tasks
 
     def _open_table(self, *, or_plan: bool) -> None:
-        table, why_not = self.planner.fitting_table(self.directory.gears)
+        path = self.directory.table(self.planner.planned_memory)
+        table, why_not = self.planner.fitting_table(path)
         if table is not None:
             self.planner.book.use(table)
             log.info("the gear table has %d allocations", len(table))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
@@ -25,10 +25,12 @@ def control_settings(
     head: str,
     probe: tuple[int, ...] = (),
     kind_of: Callable[[str], str] = lambda fragment: "",
+    memory_bytes: Mapping[str, int] | None = None,
 ) -> ControlSettings:
     """The controller's settings from the service file.
 
-    `probe`: what new replicas compute first; `kind_of`: the `risk_kind` of a pilot, by its name.
+    `probe`: what new replicas compute first; `kind_of`: the `risk_kind` of a pilot, by its name;
+    `memory_bytes`: of a card, by type, as gears are planned with.
     """
     serving = service.serving
     return ControlSettings(
@@ -52,6 +54,7 @@ def control_settings(
             kind_of=kind_of,
             targets=targets(service),
         ),
+        memory_bytes=memory_bytes or {},
     )
 
 

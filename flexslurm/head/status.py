@@ -193,6 +193,9 @@ def _of_agent(
         state = str(agent.state)
         left = max((agent.leaves_at or now) - now, 0.0)
         detail = agent.failure or f"{agent.leave_source}, {left:.0f} s left"
+    short = control.members.cards().left_out.get(agent.id, "")
+    if short and agent.state is AgentState.READY:
+        state, detail = "left out", short
     node = f"Slurm: its node is {agent.node_words}" if agent.node_words else ""
     return FragmentStatus(
         name=agent.hello.fragment,

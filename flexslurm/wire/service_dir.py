@@ -10,6 +10,7 @@ SERVICE_DIR/            0700
   change.lock           held while the service is launched or stopped
   journal.log           what the head decided
   gears.table           a gear for each allocation of the pool
+  gears-less.table      the same for cards with less memory than the site file says
   measured/             profiles and links that gears are planned with
   leaves.json           the leaf switch of each node, where Slurm knows any
   logs/                 head, agents, workers
@@ -23,7 +24,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, TypeVar
 
@@ -97,6 +98,7 @@ class ServiceDir:
         self.site = self.path / "site.yaml"
         self.journal = self.path / "journal.log"
         self.gears = self.path / "gears.table"
+        self.gears_of_less = self.path / "gears-less.table"
         self.measured = self.path / "measured"
         self.leaves = self.path / "leaves.json"
         self.logs = self.path / "logs"
@@ -159,6 +161,10 @@ class ServiceDir:
         head = self.head()
         if head is not None and head.incarnation == incarnation:
             self._head.unlink(missing_ok=True)
+
+    def table(self, less_memory: Mapping[str, int]) -> Path:
+        """The gear table for cards as the site file has them, or for those with less."""
+        return self.gears_of_less if less_memory else self.gears
 
     def pilots(self) -> Pilots | None:
         return _read(self._pilots, Pilots)
