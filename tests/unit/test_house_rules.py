@@ -26,7 +26,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "site-configs/README.md"]
 
-MOST_LINES = 450
+MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 60
 
 # Messages and keys of the service file whose other end is still to come: what is listed here may be
