@@ -17,7 +17,6 @@ import msgspec
 from flexslurm.errors import CapacityError, ConfigError
 
 Epoch = NewType("Epoch", int)
-Incarnation = NewType("Incarnation", str)
 
 MOST_GPUS = 256
 """Of one node: racks that are one NVLink domain have 72."""

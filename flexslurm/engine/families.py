@@ -7,6 +7,7 @@ build. Every figure that memory estimates need is in `ModelInfo`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -142,7 +143,6 @@ class ModelInfo:
     tied: bool
     attention_bias: bool
     mlp_bias: bool
-    eos_token_ids: tuple[int, ...]
     final_norm: bool = True
     norm_weights: bool = True
     """Whether layer norms have weights (OPT can be without)."""
@@ -196,7 +196,7 @@ def check_model(path: str | os.PathLike[str]) -> ModelInfo:
         raise ModelError(f"{file}: {reason}", hint=f"these can be staged: {supported()}")
     family = FAMILIES[str(config["model_type"])]
     values = {key: config.get(key, default) for key, default in family.defaults.items()}
-    info = _info(str(path), family, values, _eos_ids(config, Path(path)), file)
+    info = _info(str(path), family, values, file)
     _check_sizes(info, file)
     return info
 
@@ -239,17 +239,17 @@ def _why_not_rope(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _info(
-    path: str, family: Family, values: Mapping[str, Any], eos: tuple[int, ...], file: Path
-) -> ModelInfo:
-    def number(key: str) -> int:
-        value = values[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{file}: {key} must be a whole number above 0, not {value!r}")
-        if value > _MOST:
-            raise ModelError(f"{file}: {key} is {value}, more than any model has")
-        return value
+def _whole(values: Mapping[str, Any], key: str, file: Path) -> int:
+    value = values[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{file}: {key} must be a whole number above 0, not {value!r}")
+    if value > _MOST:
+        raise ModelError(f"{file}: {key} is {value}, more than any model has")
+    return value
 
+
+def _info(path: str, family: Family, values: Mapping[str, Any], file: Path) -> ModelInfo:
+    number = functools.partial(_whole, values, file=file)
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     layers = number("num_hidden_layers")
     if layers > _MOST_LAYERS:
@@ -272,7 +272,6 @@ def _info(
         tied=bool(values["tie_word_embeddings"]),
         attention_bias=bool(values["enable_bias" if opt else "attention_bias"]),
         mlp_bias=bool(values.get("enable_bias", values.get("mlp_bias", True))),
-        eos_token_ids=eos,
         final_norm=not opt
         or bool(values["do_layer_norm_before"] and not values["_remove_final_layer_norm"]),
         norm_weights=bool(values.get("layer_norm_elementwise_affine", True)),
@@ -291,19 +290,6 @@ def _check_sizes(info: ModelInfo, file: Path) -> None:
             f"{file}: hidden_size {info.hidden_size} is not a multiple of the "
             f"{info.num_heads} attention heads"
         )
-
-
-def _eos_ids(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens: generation_config.json's, where it names any, else config.json's."""
-    try:
-        own = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        own = {}
-    found = own.get("eos_token_id") if isinstance(own, dict) else None
-    value = config.get("eos_token_id") if found is None else found
-    if isinstance(value, int):
-        return (value,)
-    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, list) else ()
 
 
 def tp_degrees(info: ModelInfo, max_tp: int) -> tuple[int, ...]:

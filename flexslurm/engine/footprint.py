@@ -10,7 +10,7 @@ from math import prod
 
 from flexslurm.engine.families import DTYPE_BYTES, ModelInfo
 from flexslurm.engine.layout import edge_tensors, layer_tensors, share
-from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
+from flexslurm.planner.model_spec import aligned
 
 
 def stage_bytes(info: ModelInfo, lo: int, hi: int, tp: int, tp_rank: int, dtype: str) -> int:
@@ -45,15 +45,3 @@ def kv_bytes(
 ) -> int:  # fmt: skip
     """Bytes of the whole pool of one rank, alignment included."""
     return aligned(kv_blocks * block_bytes(info, lo, hi, tp, tp_rank, dtype, block_tokens))
-
-
-def kv_blocks_that_fit(
-    info: ModelInfo, lo: int, hi: int, tp: int, dtype: str, block_tokens: int, arena_bytes: int
-) -> int:
-    """Blocks that fit beside the weights on every rank; negative: the weights alone do not fit."""
-    usable = arena_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    return min(
-        (usable - stage_bytes(info, lo, hi, tp, rank, dtype))
-        // block_bytes(info, lo, hi, tp, rank, dtype, block_tokens)
-        for rank in range(tp)
-    )

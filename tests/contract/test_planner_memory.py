@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flexslurm.engine import footprint
-from flexslurm.engine.families import check_model
-from flexslurm.gear import NoGear, Signature
+from flexslurm.engine.families import ModelInfo, check_model
+from flexslurm.gear import NoGear, Signature, Stage
 from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.topology import Topology
@@ -67,6 +67,16 @@ def test_stage_bytes_are_the_engines(name: str, dtype: str, tmp_path: Path) -> N
     assert spec.page_bytes(16) == footprint.page_bytes(info, dtype, 16)
 
 
+def takes(info: ModelInfo, stage: Stage, blocks: int) -> int:
+    """Bytes of weights and KV on the rank of a stage that has the most of them."""
+    cut = info, stage.lo, stage.hi, stage.tp
+    return max(
+        footprint.stage_bytes(*cut, rank, "float64")
+        + footprint.kv_bytes(*cut, rank, "float64", 16, blocks)
+        for rank in range(stage.tp)
+    )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("pool", ["big:1", "mid:2", "mid:3", "mid:1x3,big:2", "small:1x9"])
 def test_gears_fit_the_arena_to_the_byte(name: str, pool: str, tmp_path: Path) -> None:
@@ -83,7 +93,7 @@ def test_gears_fit_the_arena_to_the_byte(name: str, pool: str, tmp_path: Path) -
         return
     for replica in gear.replicas:
         for stage in replica.stages:
-            fit = footprint.kv_blocks_that_fit(
-                info, stage.lo, stage.hi, stage.tp, "float64", 16, sizes[stage.gpu_type]
-            )
-            assert stage.kv_blocks == fit > 0
+            size = sizes[stage.gpu_type]
+            assert stage.kv_blocks > 0
+            assert takes(info, stage, stage.kv_blocks) <= size
+            assert takes(info, stage, stage.kv_blocks + 1) > size

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexslurm.engine.families import DTYPE_BYTES, FAMILIES, check_model, tp_degrees
-from flexslurm.engine.footprint import (
-    block_bytes,
-    kv_blocks_that_fit,
-    kv_bytes,
-    page_bytes,
-    stage_bytes,
-)
+from flexslurm.engine.footprint import block_bytes, page_bytes, stage_bytes
 from flexslurm.engine.layout import grained_share, layer_tensors, share
 from flexslurm.engine.tiny import TINY_FAMILIES
 from flexslurm.errors import ModelError
@@ -44,22 +38,11 @@ def test_sizes_are_read(tmp_path: Path) -> None:
     assert (info.num_layers, info.hidden_size, info.intermediate_size) == (4, 64, 128)
     assert (info.num_heads, info.num_kv_heads, info.head_dim) == (8, 2, 8)
     assert (info.vocab_size, info.max_context, info.tied) == (500, 77, False)
-    assert info.eos_token_ids == (3, 5)
     assert info.architecture == "LlamaForCausalLM"
 
 
 def test_the_file_itself_may_be_given(tmp_path: Path) -> None:
     assert check_model(write(tmp_path / "m") / "config.json").num_layers == 4
-
-
-def test_generation_config_decides_on_end_tokens(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", eos_token_id=2)
-    assert check_model(path).eos_token_ids == (2,)
-    (path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert check_model(path).eos_token_ids == (7, 8)
-    (path / "generation_config.json").write_text("{broken")
-    assert check_model(path).eos_token_ids == (2,)
-    assert check_model(write(tmp_path / "n", eos_token_id=None)).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -95,7 +78,6 @@ def test_what_transformers_saves_is_read_back(family: str, tiny_models: TinyMode
     info = check_model(tiny_models(family))
     assert info.num_heads == config.num_attention_heads
     assert info.head_dim * info.num_heads == config.hidden_size
-    assert info.eos_token_ids == (config.eos_token_id,)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +167,7 @@ def test_no_torch_is_needed() -> None:
     names = "families", "layout", "footprint", "checkpoint"
     code = "import sys\n" + "\n".join(f"import flexslurm.engine.{name}" for name in names)
     code += "\nassert not {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 # ------------------------------------------------------------------- figures
@@ -227,24 +209,6 @@ def test_every_layer_tensor_is_in_the_checkpoint_once(tiny_models: TinyModels) -
         assert {t.name: t.shape for t in layer_tensors(info)} == {
             name: tuple(t.shape) for name, t in below.items()
         }
-
-
-def test_blocks_that_fit_fit_and_one_more_does_not(tmp_path: Path) -> None:
-    info = check_model(write(tmp_path / "m", num_key_value_heads=4))
-    for tp in (1, 3):
-        need = max(stage_bytes(info, 1, 3, tp, rank, "float16") for rank in range(tp))
-        for spare in (0, 1000, 100_000, 1_000_000):
-            blocks = kv_blocks_that_fit(info, 1, 3, tp, "float16", 16, need + spare)
-            for rank in range(tp):
-                own = stage_bytes(info, 1, 3, tp, rank, "float16")
-                assert own + kv_bytes(info, 1, 3, tp, rank, "float16", 16, blocks) <= need + spare
-            assert any(
-                stage_bytes(info, 1, 3, tp, rank, "float16")
-                + kv_bytes(info, 1, 3, tp, rank, "float16", 16, blocks + 1)
-                > need + spare
-                for rank in range(tp)
-            )
-    assert kv_blocks_that_fit(info, 0, 4, 1, "float16", 16, 1000) < 0
 
 
 def test_dtypes_are_those_of_the_service_file() -> None:
