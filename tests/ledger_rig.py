@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fake_replica import Answers, FakeGear
 
+from flexslurm.engine.load import LiveSequence
 from flexslurm.errors import RequestError
 from flexslurm.gear import Replica
 from flexslurm.head.ledger import Ledger, LedgerSettings
@@ -59,14 +60,20 @@ class Rig:
             on_accept=lambda request: self.journal.append(f"+{request.seq_id}"),
             on_end=lambda summary: self.journal.append(f"-{summary.seq_id}"),
         )
-        self.epoch = 0
+        self.epoch, self.seats = 0, range(0)
 
     def attach(self, *replicas: Replica, speeds: Sequence[float] = ()) -> FakeGear:
         self.epoch += 1
         gear = FakeGear(self.epoch, replicas, 4, self.ledger.on_event, self.clock)
+        self.seats = range(len(replicas))
         self.ledger.attach(gear.drivers, speeds)
         self.ledger.check_invariants()
         return gear
+
+    def detach_all(self) -> list[LiveSequence]:
+        """As when all GPUs are lost."""
+        seats, self.seats = self.seats, range(0)
+        return self.ledger.detach(seats)
 
     def submit(self, *requests: SequenceRequest) -> Stream:
         stream = self.ledger.submit(requests)

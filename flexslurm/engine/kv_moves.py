@@ -97,14 +97,6 @@ def kv_pulls(
     )
 
 
-def kv_block_bytes(shards: ShardMap, old: ReplicaAt, new: ReplicaAt) -> dict[LinkKind, int]:
-    """Bytes of one block that goes from the one replica to the other, by link."""
-    found = dict.fromkeys(LinkKind, 0)
-    for met in meetings(shards, old, new):
-        found[met.link] += met.box.pages * shards.page_bytes
-    return found
-
-
 def route_costs(
     shards: ShardMap, old: Sequence[ReplicaAt | None], new: Sequence[ReplicaAt]
 ) -> list[list[int]]:

@@ -225,12 +225,6 @@ class KvStore:
     def _index(self, cells: Cells) -> torch.Tensor:
         return torch.from_numpy(cells).to(self._arena.device)
 
-    def page_run(self, layer: int, head: int, block: int) -> torch.Tensor:
-        """The bytes of one page, as a contiguous uint8 view: what a live move sends or receives."""
-        page = int(self.cells[block, layer, head])
-        assert page != NOWHERE, f"block {block} has no page"
-        return self.pool[page].view(-1).view(torch.uint8)
-
     # ---------------------------------------------------------------------- within a step
 
     def slots(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

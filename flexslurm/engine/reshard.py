@@ -250,11 +250,3 @@ def _union(ranges: Iterable[tuple[int, int]]) -> int:
             total += hi - max(lo, at)
             at = hi
     return total
-
-
-def bytes_by_link(moves: Iterable[WeightMove]) -> dict[LinkKind, int]:
-    """Sums, with every link there is."""
-    found = dict.fromkeys(LinkKind, 0)
-    for move in moves:
-        found[move.link] += move.nbytes
-    return found

@@ -16,7 +16,7 @@ from flexslurm.engine.deadline import Candidate, Scheduled, deadline_schedule, s
 from flexslurm.engine.kv_moves import meetings, movable, route_costs
 from flexslurm.engine.memory_plan import MemoryPlan, MemoryVerdict, memory_plan
 from flexslurm.engine.ownership import ReplicaAt, Seat, ShardMap
-from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, bytes_by_link, weight_moves
+from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, weight_moves
 from flexslurm.engine.routing import LiveKv, Routes, rooms_of, route_sequences
 from flexslurm.gear import Slot
 from flexslurm.messages import WeightHolder
@@ -81,10 +81,6 @@ class SlotMoves(msgspec.Struct, frozen=True):
     slot: Slot
     worker: str
     moves: tuple[WeightMove, ...]
-
-    @property
-    def by_link(self) -> dict[LinkKind, int]:
-        return bytes_by_link(self.moves)
 
 
 class ShiftFacts(msgspec.Struct, frozen=True, kw_only=True):

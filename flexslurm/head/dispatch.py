@@ -190,9 +190,6 @@ class Dispatch:
         seat.ramp = seat.ramp if ramp is None else ramp
         seat.speed = seat.speed if speed is None else speed
 
-    def replicas(self) -> tuple[int, ...]:
-        return tuple(self._seats)
-
     def tick(self, now: float) -> None:
         for seat in tuple(self._seats.values()):
             seat.driver.tick(now)

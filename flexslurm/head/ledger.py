@@ -194,14 +194,11 @@ class Ledger:
         self._dispatch.weigh(replica, ramp=ramp, speed=speed)
         self._dispatch.place()
 
-    def detach_all(self) -> list[LiveSequence]:
-        """Close all drivers and keep what they had, waiting; returns it, by arrival."""
-        return self.detach(self._dispatch.replicas())
-
     def detach(self, replicas: Iterable[int], *, failed: bool = False) -> list[LiveSequence]:
         """Close these replicas' drivers; what they had waits, and goes to others if they fit.
 
-        `failed`: these could not go on. What fails by itself again and again is ended.
+        Returns it, by arrival. `failed`: these could not go on. What fails by itself again and
+        again is ended.
         """
         moved: list[LiveSequence] = []
         for replica in replicas:

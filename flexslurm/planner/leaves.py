@@ -60,14 +60,6 @@ def gather(
     return _Gathering(gear, node_of, movable, leaves).run()
 
 
-def crossings(gear: Gear, node_of: Mapping[int, str], leaves: Mapping[str, str]) -> int:
-    """How often a replica goes from one leaf switch to another, over all replicas."""
-    return sum(
-        len({leaves.get(node_of[s.node], node_of[s.node]) for s in replica.stages}) - 1
-        for replica in gear.replicas
-    )
-
-
 class _Gathering:
     """A local search: exchanges two nodes wherever that makes replicas cross fewer switches."""
 

@@ -183,12 +183,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
             outside -= sum(w.params for w in self.last if w.name == "lm_head")
         return outside + sum(w.params for kind in self.layers() for w in kind.weights)
 
-    @property
-    def active_params(self) -> int:
-        """Parameters one token is multiplied with, embedding tables left out."""
-        inside = sum(w.multiplied for kind in self.layers() for w in kind.weights)
-        return inside + sum(w.multiplied for w in self.last)
-
     def layers(self) -> tuple[LayerKind, ...]:
         return tuple(self.kinds[index] for index in self.layer_kinds)
 

@@ -33,7 +33,7 @@ class LedgerWalk(RuleBasedStateMachine):
         settings = LedgerSettings(model_context=48, max_waiting=max_waiting, wait_for_gpus_s=WAIT_S)
         self.ledger = Ledger(settings, now=lambda: self.now, on_end=self._end)
         self.gears: list[FakeGear] = []
-        self.epoch = 0
+        self.epoch, self.seats = 0, range(0)
         self.streams: dict[str, Stream] = {}
         self.requests: dict[str, SequenceRequest] = {}
         self.answers = Answers()
@@ -68,11 +68,13 @@ class LedgerWalk(RuleBasedStateMachine):
         self.epoch += 1
         gear = FakeGear(self.epoch, replicas, block_tokens, self.ledger.on_event, lambda: self.now)
         self.ledger.attach(gear.drivers, [float(n + 1) for n in range(len(replicas))])
+        self.seats = range(len(replicas))
         self.gears.append(gear)
 
     @rule()
     def detach(self) -> None:
-        for sequence in self.ledger.detach_all():
+        seats, self.seats = self.seats, range(0)
+        for sequence in self.ledger.detach(seats):
             answer = self.answers.tokens.get(sequence.request.seq_id, [])
             assert list(sequence.output[: len(answer)]) == answer
 

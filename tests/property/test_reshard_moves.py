@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexslurm.engine.kv_moves import kv_block_bytes, kv_pulls, movable
+from flexslurm.engine.kv_moves import kv_pulls, movable
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, LinkKind, kept_weight_bytes, weight_moves
 from flexslurm.messages import WeightHolder
@@ -208,7 +208,6 @@ def test_pulls_give_every_new_owner_each_of_its_pages_once(kind: str, data: st.D
         for s, h in zip(old.seats, old.holdings, strict=True)  # type: ignore[attr-defined]
     }
     filled: dict[str, Counter[tuple[int, int, int]]] = defaultdict(Counter)
-    by_link = Counter[LinkKind]()
     for pull in pulls:
         message = pull.message
         assert message.epoch == 2
@@ -222,7 +221,7 @@ def test_pulls_give_every_new_owner_each_of_its_pages_once(kind: str, data: st.D
         pages = (message.layers[1] - message.layers[0]) * (message.heads[1] - message.heads[0])
         same = message.source.worker == pull.to
         assert pull.nbytes == (0 if same else pages * 2 * shards.page_bytes)
-        by_link[pull.link] += pages * shards.page_bytes
+        assert (pull.link is LinkKind.HELD) == same
     for seat, held in zip(new.seats, new.holdings, strict=True):  # type: ignore[attr-defined]
         box = shards.kv_box(held)
         wanted = {
@@ -232,8 +231,6 @@ def test_pulls_give_every_new_owner_each_of_its_pages_once(kind: str, data: st.D
             for block in (0, 5)
         }
         assert filled[seat.worker] == wanted
-    found = kv_block_bytes(shards, old, new)  # type: ignore[arg-type]
-    assert found == {link: by_link[link] for link in LinkKind}
 
 
 def test_a_replica_that_lost_a_member_cannot_be_moved() -> None:

@@ -172,15 +172,15 @@ def test_a_page_is_one_run_of_bytes_that_can_be_sent(arena: Arena) -> None:
     block = world.blocks[0][1]
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            run = store.page_run(layer, head, block)
-            assert run.numel() == store.page_bytes
-            assert run.is_contiguous()
-            page = run.view(torch.float64).view(2, BLOCK, SIZE)
+            page = store.pool[int(store.cells[block, layer, head])]
+            assert page.nbytes == store.page_bytes
+            assert page.is_contiguous()
+            page = page.view(2, BLOCK, SIZE)
             assert torch.equal(page[0], world.k[0][layer, head, BLOCK : 2 * BLOCK])
             assert torch.equal(page[1], world.v[0][layer, head, BLOCK : 2 * BLOCK])
     store.prepare(range(store.shape.blocks), [], [])
     places = product(range(LAYERS), range(KV_HEADS), range(store.shape.blocks))
-    pages = {store.page_run(*place).data_ptr() for place in places}
+    pages = {int(store.cells[block, layer, head]) for layer, head, block in places}
     assert len(pages) == store.shape.pages
 
 

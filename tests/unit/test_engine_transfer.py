@@ -233,7 +233,7 @@ def test_any_piece_of_a_run_is_the_right_bytes(
     target.claim(blocks, *part)
     take = PageSink(arena, target, blocks, *part)
     whole = b"".join(
-        source.page_run(x, h, b).numpy().tobytes()
+        source.pool[int(source.cells[b, x, h])].numpy().tobytes()
         for b in blocks for x in range(*layers) for h in range(*heads)
     )  # fmt: skip
     assert give.total == take.total == len(whole)

@@ -70,7 +70,7 @@ def test_the_queue_is_bounded() -> None:
     streams = [rig.submit(make_request(f"r{n}/0", (n,), 3)) for n in range(5)]
     with pytest.raises(Overloaded, match="2 sequences are waiting, and at most 2 may"):
         rig.submit(make_request("r5/0"))
-    rig.ledger.detach_all()
+    rig.detach_all()
     with pytest.raises(Overloaded):
         rig.submit(make_request("r5/0"))
     gear = rig.attach(make_replica(max_batch=3))

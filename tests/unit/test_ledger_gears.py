@@ -17,7 +17,7 @@ def test_detached_sequences_go_on_with_the_tokens_they_have() -> None:
     streams = [rig.submit(request) for request in requests]
     for _ in range(7):
         gear.answer()
-    live = rig.ledger.detach_all()
+    live = rig.detach_all()
     rig.ledger.check_invariants()
     assert [s.request.arrival for s in live] == sorted(s.request.arrival for s in live)
     assert any(s.output for s in live)
@@ -52,7 +52,7 @@ def test_what_does_not_fit_the_new_gear_waits_for_one_that_fits() -> None:
     long, short = make_request("long/0", range(30), 9), make_request("short/0", (1,), 9)
     streams = [rig.submit(long), rig.submit(short)]
     gear.answer()
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.attach(make_replica(max_context=20)).run()
     answers = taken(*streams)
     answers.check(short)
@@ -60,7 +60,7 @@ def test_what_does_not_fit_the_new_gear_waits_for_one_that_fits() -> None:
     assert rig.ledger.figures().unfit == 1
     with pytest.raises(ContextTooLong):
         rig.submit(make_request("other/0", range(30), 9))
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.attach(make_replica(max_context=40)).run()
     for event in streams[0].ready():
         answers.take(event)
@@ -76,7 +76,7 @@ def test_one_that_may_outgrow_the_new_gear_runs_as_far_as_that_goes() -> None:
     short = make_request("short/0", (1, 2), 50, stop=(stop,))
     long, lost = make_request("long/0", (3, 4), 50), make_request("lost/0", (5, 6), 50)
     streams = [rig.submit(request) for request in (short, long, lost)]
-    rig.ledger.detach_all()
+    rig.detach_all()
     gear = rig.attach(make_replica(max_context=12), make_replica(max_context=20))
     gear.run()
     rig.ledger.check_invariants()
@@ -112,10 +112,10 @@ def test_one_that_outgrew_a_gear_and_was_served_again_is_not_called_complete() -
     rig = Rig(wait_s=30)
     stream = rig.submit(make_request("r/0", (3, 4), 50))
     rig.attach(make_replica(max_context=20)).run()
-    rig.ledger.detach_all()
+    rig.detach_all()
     gear = rig.attach(make_replica())
     gear.answer()
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.ledger.tick(30.0)
     assert stream.ready()[-1].finish is FinishReason.ERROR
 
@@ -126,7 +126,7 @@ def test_the_wait_for_gpus_begins_anew_after_serving() -> None:
     rig.clock.now = 29.0
     gear = rig.attach(make_replica())
     gear.answer()
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.ledger.tick(58.0)
     assert not rig.ledger.empty
     rig.ledger.tick(59.0)
@@ -140,7 +140,7 @@ def test_waiting_for_gpus_has_a_limit_and_an_error() -> None:
     stream = rig.submit(make_request("r/0", (1,), 9))
     gear.answer()
     rig.clock.now = 100.0
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.ledger.tick(129.9)
     assert not rig.ledger.empty
     rig.ledger.tick(130.0)
@@ -155,7 +155,7 @@ def test_one_that_fits_no_gear_is_told_what_was_missing() -> None:
     rig = Rig(wait_s=5)
     rig.attach(make_replica(max_context=60))
     stream = rig.submit(make_request("r/0", range(30), 9))
-    rig.ledger.detach_all()
+    rig.detach_all()
     rig.attach(make_replica(max_context=20))
     rig.ledger.tick(6)
     assert stream.ready()[-1].error == (

@@ -7,7 +7,7 @@ import pytest
 
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Slot, Stage
-from flexslurm.planner.leaves import crossings, gather, read_leaves
+from flexslurm.planner.leaves import gather, read_leaves
 from flexslurm.planner.placement import Current, GpuRef, PhysicalNode, place
 from flexslurm.slurm.nodelist import expand
 
@@ -68,6 +68,11 @@ def at(gear: Gear, slots: dict[Slot, GpuRef]) -> dict[int, str]:
     return {
         gear.replicas[slot.replica].stages[slot.stage].node: ref.node for slot, ref in slots.items()
     }
+
+
+def crossings(gear: Gear, node_of: dict[int, str], leaves: dict[str, str]) -> int:
+    """How often a replica goes from one leaf switch to another, over all replicas."""
+    return sum(len({leaves[node_of[s.node]] for s in r.stages}) - 1 for r in gear.replicas)
 
 
 def test_replicas_stay_under_a_leaf_where_nodes_are_equal() -> None:
