@@ -356,7 +356,7 @@ async def gateway(
     key = next(iter(keys), "unused")
     try:
         async with openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=60
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=200
         ) as client:
             yield Running(generator, server, client, metrics)
     finally:

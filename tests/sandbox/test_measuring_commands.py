@@ -100,6 +100,6 @@ def test_a_step_of_a_job(slurm_sandbox: Sandbox, tmp_path: Path) -> None:
     ]  # fmt: skip
     subprocess.run(
         ["salloc", "--partition=scavenge", "--nodes=2", "--quiet", *probe],
-        env=SlurmClient().env | slurm_sandbox.env(), check=True, timeout=100, cwd=tmp_path,
+        env=SlurmClient().env | slurm_sandbox.env(), check=True, timeout=200, cwd=tmp_path,
     )  # fmt: skip
     assert len({(r.source, r.target) for r in read_links(file.read_text(), str(file))}) == 1

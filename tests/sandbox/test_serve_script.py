@@ -55,7 +55,7 @@ def test_two_components_serve_streams(
     done = subprocess.run(
         [*MAIN, "script", str(tmp_path / "service.yaml"), "--site", str(tmp_path / "site.yaml"),
          "--head-node", "--service-dir", str(directory.path), "--to", str(script)],
-        env=clean_env(str(slurm_sandbox.conf)), capture_output=True, text=True, timeout=60,
+        env=clean_env(str(slurm_sandbox.conf)), capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     teller.chmod(0o755)
     site = parse_section(Site, LIMITS, "limits.yaml")
     for hook in HOOKS.values():
-        for packaged, installed in hook.files:
+        for packaged, installed in hook.all_files:
             path = where / installed
             path.write_text(hook_text(packaged, site, [str(teller)], str(where)))
             path.chmod(0o755 if hook.executable else 0o644)
@@ -289,7 +289,7 @@ def test_a_script_returns_at_once(hooks: Path, tmp_path: Path, name: str) -> Non
 
         def once_s() -> float:
             began = time.monotonic()
-            subprocess.run([str(hooks / f"{name}.sh")], env=env, check=True, timeout=60)
+            subprocess.run([str(hooks / f"{name}.sh")], env=env, check=True, timeout=200)
             return time.monotonic() - began
 
         assert best_s(once_s) < 1.0

@@ -24,7 +24,7 @@ def flexslurm(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*before, *MAIN, *arguments], env={**clean_env(str(box.conf)), **env},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

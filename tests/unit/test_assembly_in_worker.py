@@ -67,7 +67,7 @@ def install(tmp_path: Path) -> Install:
 def heard(one: Worker, sent: Sent) -> Message:
     """The next thing that is no progress; its only member has met everybody."""
     while True:
-        match message := sent.get(timeout=30.0):
+        match message := sent.get(timeout=200.0):
             case RendezvousAdd() | RendezvousGet():
                 said = RendezvousValue(epoch=7, key=message.key, ask=message.ask, value=b"1")
                 one._take(said)

@@ -49,6 +49,6 @@ def test_a_head_starts_beside_a_folder_of_that_name(
     argv = [*head_command(tmp_path), "--help"]
     assert argv[0] == sys.executable
     done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0 and "--service-dir" in done.stdout, done.stderr

@@ -158,5 +158,5 @@ def test_a_process_that_a_signal_ends_has_its_code() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     os.kill(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert (process.returncode, errors) == (143, b"flexslurm: ended by SIGTERM\n")

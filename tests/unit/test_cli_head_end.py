@@ -57,7 +57,7 @@ def test_what_a_head_logs_is_understood(tmp_path: Path) -> None:
     """A real head process, whose service directory is empty: its own log and exit code."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "flexslurm.head.main", "--service-dir", str(tmp_path)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     error = ended_early(done.stderr.splitlines(), done.returncode, "chat")
     assert error.exit_code == done.returncode == 7

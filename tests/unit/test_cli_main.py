@@ -31,7 +31,7 @@ def flexslurm(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flexslurm", *arguments],
-        capture_output=True, text=True, timeout=60, cwd=cwd, env=os.environ | environ,
+        capture_output=True, text=True, timeout=200, cwd=cwd, env=os.environ | environ,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def imported(arguments: list[str]) -> set[str]:
         "print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
     )
     return set(done.stdout.splitlines()[-1].split())
 
@@ -207,7 +207,7 @@ def test_head_ends_us_silently() -> None:
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "flexslurm", "--help"],
-        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200,
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
@@ -217,7 +217,7 @@ def test_a_full_disk_is_said() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "flexslurm", "--version"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=200,
         )  # fmt: skip
     assert done.returncode == 8
     assert done.stderr.splitlines()[0] == "flexslurm: error: no space left on device"

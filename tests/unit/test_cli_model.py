@@ -325,7 +325,7 @@ def test_tiny_models_from_the_command_line(
     command = ["model", "prepare", "--tiny", "qwen3", "--dtype", "float64"]
     done = subprocess.run(
         [sys.executable, "-c", "from flexslurm.cli.main import main; main()", *command],
-        capture_output=True, text=True, check=True, timeout=100,
+        capture_output=True, text=True, check=True, timeout=200,
     )  # fmt: skip
     path = tmp_path / "cache/models/tiny-qwen3-float64"
     assert done.stdout == f"{path}\n"

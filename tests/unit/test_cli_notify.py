@@ -19,7 +19,7 @@ from flexslurm.wire.service_dir import HeadAddress, ServiceDir
 from flexslurm.wire.transport import HeadSocket
 
 # What hangs here hangs for good. The bound is the command's own; a busy machine starts it late.
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 PATIENT = ("--within", "30")
 """For what must arrive, however busy the machine is."""
 
@@ -29,7 +29,7 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, "notify", *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     return done, time.monotonic() - began
 
@@ -159,14 +159,14 @@ def test_a_full_or_closed_standard_error_holds_nobody_up() -> None:
     os.set_blocking(into, True)
     try:
         began = time.monotonic()
-        done = subprocess.run(argv, stdout=into, stderr=into, timeout=30, check=False)
+        done = subprocess.run(argv, stdout=into, stderr=into, timeout=200, check=False)
         assert done.returncode == 0 and time.monotonic() - began < LIMIT_S
     finally:
         os.close(out)
         os.close(into)
     began = time.monotonic()
     closed = ["sh", "-c", 'exec "$@" >&- 2>&- <&-', "sh", *argv]
-    done = subprocess.run(closed, timeout=30, check=False)
+    done = subprocess.run(closed, timeout=200, check=False)
     assert done.returncode == 0 and time.monotonic() - began < LIMIT_S
 
 
@@ -203,6 +203,16 @@ def test_a_damaged_service_is_told_of_and_fails_no_hook(
     done, took_s = run("job-end", "--job", "7", "--service-dir", str(directory.path))
     assert done.returncode == 0 and took_s < LIMIT_S
     assert done.stderr.startswith("flexslurm notify:") and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be told to stay root")
+@pytest.mark.parametrize("more", [("--uid", "0"), ()])
+def test_nobody_stays_root_through_sudo(
+    directory: ServiceDir, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUDO_UID", "64030")
+    done, _ = run("job-end", "--service-dir", str(directory.path), *more)
+    assert done.returncode == 0 and "root's services" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

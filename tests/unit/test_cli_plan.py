@@ -43,7 +43,7 @@ def test_json_is_json_and_nothing_else() -> None:
         [sys.executable, "-c", _MAIN, "plan", *BASE, "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -292,7 +292,7 @@ def test_gears_and_the_table_are_planned_by_a_process_beside(
         task = asyncio.create_task(worker.run(answers.__setitem__))
         for signature in (None, sig("a100:2x3"), sig("toy:1"), sig("a100:2x3")):
             worker.ask(signature)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(answers) < 3:
                 await asyncio.sleep(0.005)
                 turns += 1
@@ -315,7 +315,7 @@ def test_planning_that_fails_is_told_as_no_answer(tmp_path: Path) -> None:
         worker = PlanWorker(tmp_path / "nothing here")
         task = asyncio.create_task(worker.run(answers.__setitem__))
         worker.ask(sig("a100:2"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while not answers:
                 await asyncio.sleep(0.005)
         task.cancel()

@@ -101,7 +101,7 @@ def test_a_launch_that_crashed_after_a_submission_can_be_stopped(tmp_path: Path)
     command = (sys.executable, "-c", "import time; time.sleep(600)")
     spec = PilotSpec("svc.a-1", None, "a100", 2, 1, None, command, directory.logs)
     job = jobs.submit(spec)  # and here the launch died
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while jobs.states([job])[job].state is not JobState.RUNNING:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -43,7 +43,7 @@ def poll(
         told = Told(answers)
         poller = JobPoller(told, lambda: pilots, events.append, 0.001)  # type: ignore[arg-type]
         task = asyncio.create_task(poller.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(told.asked) <= len(answers) and not task.done():
                 await asyncio.sleep(0.001)
         assert not task.done(), task.exception()
@@ -82,7 +82,7 @@ def test_it_waits_longer_and_longer_while_there_is_no_answer(
         poller = JobPoller(told, list, lambda event: None, 1.0)  # type: ignore[arg-type]
         monkeypatch.setattr("flexslurm.head.poller.asyncio.sleep", note)
         task = asyncio.create_task(poller.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(waits) < 8:
                 await sleep(0.001)
         task.cancel()
@@ -99,7 +99,7 @@ def test_a_hook_shortens_the_wait_and_many_do_no_more(monkeypatch: pytest.Monkey
         told = Told([{}] * 50)
         poller = JobPoller(told, list, lambda event: None, 3600.0)  # type: ignore[arg-type]
         task = asyncio.create_task(poller.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(told.answers) > 49:
                 await asyncio.sleep(0.001)
             for _ in range(20):

@@ -201,7 +201,7 @@ def test_the_step_ends_when_it_is_told_to(tmp_path: Path, task: subprocess.Popen
     wait(lambda: list((tmp_path / "step" / "n1").glob("*.status.json")), 60, "it runs")
     (tmp_path / "step" / "end").touch()
     assert end() == (0, "")
-    assert task.wait(60) == 0
+    assert task.wait(200) == 0
 
 
 @pytest.mark.usefixtures("task")

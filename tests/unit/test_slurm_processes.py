@@ -41,7 +41,7 @@ def start(started: list[subprocess.Popen[bytes]], code: str) -> Process:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
