@@ -31,23 +31,6 @@ class Pair:
     notes: tuple[str, ...]
 
 
-def load_service_and_site(
-    service_file: Path,
-    site_file: Path,
-    *,
-    overrides: Sequence[str] = (),
-    cluster: str = "slurm",
-    environ: Mapping[str, str] = os.environ,
-) -> tuple[Service, Site]:
-    """Read and check both files under `--set` overrides and the environment.
-
-    Raises ConfigError naming the file, the line, the key and, where one is near, the legal word,
-    and ModelError where the model's directory is none.
-    """
-    pair = load_pair(service_file, site_file, overrides=overrides, cluster=cluster, environ=environ)
-    return pair.service.value, pair.site.value
-
-
 def load_pair(
     service_file: Path,
     site_file: Path,
@@ -56,7 +39,11 @@ def load_pair(
     cluster: str = "slurm",
     environ: Mapping[str, str] = os.environ,
 ) -> Pair:
-    """As load_service_and_site, keeping where each value comes from, and notes for the user."""
+    """Read and check both files under `--set` overrides and the environment.
+
+    Raises ConfigError naming the file, the line, the key and, where one is near, the legal word,
+    and ModelError where the model's directory is none.
+    """
     service = load_service(service_file, overrides, environ)
     site = load_site(site_file, overrides, environ)
     check_pair(service, site, cluster)

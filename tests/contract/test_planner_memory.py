@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from planned_gear import plan_gear
 
 from flexslurm.engine import footprint
 from flexslurm.engine.families import ModelInfo, check_model
 from flexslurm.gear import NoGear, Signature, Stage
-from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.topology import Topology
 from flexslurm.planner.workload import EngineLimits, Goal, Workload

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from settings_files import SERVICE, SITE
 
-from flexslurm.config.check import load_pair, load_service_and_site
+from flexslurm.config.check import load_pair
 from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.config.sources import Loaded, from_environment, from_options, load_service, load_site
@@ -184,8 +184,8 @@ def test_one_block_size_under_two_names(
 
 
 def test_a_service_that_fits_its_site(files: tuple[Path, Path]) -> None:
-    service, site = load_service_and_site(*files, environ={})
-    assert (service.name, site.name) == ("chat", "here")
+    pair = load_pair(*files, environ={})
+    assert (pair.service.value.name, pair.site.value.name) == ("chat", "here")
 
 
 @pytest.mark.parametrize(

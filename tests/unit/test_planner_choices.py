@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planned_gear import plan_gear
 
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Gear, NoGear, Signature, check_gear
-from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.planner import Planner
 from flexslurm.planner.published import config_of

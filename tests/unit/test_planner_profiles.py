@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from planned_gear import plan_gear
 
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Gear, Signature
 from flexslurm.planner.cost import LayerSums, stage_cost
 from flexslurm.planner.files import load_profiles
-from flexslurm.planner.gears import plan_gear
 from flexslurm.planner.model_spec import ModelSpec
 from flexslurm.planner.problem import Problem, StageKind
 from flexslurm.planner.profiles import Ramp, Row, read_profile, write_profile
