@@ -31,7 +31,10 @@ TIERS: Mapping[Tier, str] = {
 
 
 class Planner:
-    """Plans for all signatures that `pool` covers."""
+    """Plans for all signatures that `pool` covers.
+
+    Raises ConfigError for a GPU type of the pool that the topology does not define.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,12 @@ class Planner:
         self._solvers: dict[Tier, Solver] = {}
 
     def plan(self, signature: Signature) -> Gear | NoGear:
-        """The best gear of a signature within the pool."""
+        """The best gear of a signature within the pool.
+
+        Where nothing meets the targets, the best that misses them; where nothing holds the
+        workload's sequences, what holds shorter ones; its reason says so. NoGear where the model
+        does not fit.
+        """
         return self.gear_of(signature, self.choose(signature))
 
     def gear_of(self, signature: Signature, choice: Solution | None) -> Gear | NoGear:
