@@ -17,7 +17,7 @@ from flexslurm.cli.stopping import stop_service
 from flexslurm.config.schema import load_section, parse_section
 from flexslurm.config.site import Site
 from flexslurm.errors import FlexslurmError
-from flexslurm.messages import DrainAsk
+from flexslurm.messages import AskDone, CordonAsk, DrainAsk
 from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
@@ -114,7 +114,7 @@ def component(here: World, partition: str) -> str:
     return found[0][0]
 
 
-def one_is_drained(here: World) -> None:
+def one_is_drained(here: World) -> str:
     fragment = next(name for name, node in in_use(here).items() if node == "s2")
     here.load.start()
     try:
@@ -125,6 +125,30 @@ def one_is_drained(here: World) -> None:
     finally:
         here.load.finish()
     assert next(f.node for f in told.fragments if f.name == fragment) == "s2"
+    return fragment
+
+
+def take_back(here: World, fragment: str) -> AskDone:
+    answer = ask(here.service.directory, CordonAsk(fragment=fragment, cordon=False), 10.0)
+    assert isinstance(answer, AskDone)
+    return answer
+
+
+def it_is_had_back(here: World, fragment: str) -> None:
+    """Its step's process has ended: it is started again on its node, in the same job."""
+    here.service.until(
+        lambda status: any(line.startswith(f"{fragment} has ended") for line in status.pool)
+    )
+    before = here.service.job_of(fragment)
+    here.load.start()
+    try:
+        here.load.in_the_middle()
+        assert take_back(here, fragment).message == f"{fragment} had ended: it is started again"
+        here.ready(fragment)
+        here.load.one_more_each()
+    finally:
+        here.load.finish()
+    assert in_use(here)[fragment] == "s2" and here.service.job_of(fragment) != before
 
 
 def test_a_node_that_is_not_the_head_s_is_lost(
@@ -132,10 +156,11 @@ def test_a_node_that_is_not_the_head_s_is_lost(
 ) -> None:
     """Of the second component; Slurm takes it out, and the job goes on.
 
-    Before, an operator drains a pilot of the first: it is shown as that.
+    Before, an operator drains a pilot of the first, which is shown as that, and has it back. What
+    was on the node that is lost cannot be had back: the job has no node for it.
     """
     with job(tmp_path, tiny_model, root, BOTH) as here:
-        one_is_drained(here)
+        it_is_had_back(here, one_is_drained(here))
         fragment, node = next(f for f in in_use(here).items() if f[1].startswith("t"))
         here.act("het job: a node lost", fragment, lambda: here.box.kill(node), record_property)
         second = component(here, "second")
@@ -145,6 +170,13 @@ def test_a_node_that_is_not_the_head_s_is_lost(
         )  # fmt: skip
         assert component(here, "second") == second and component(here, "first")
         assert fragment not in in_use(here)
+        take_back(here, fragment)
+        here.service.until(
+            lambda status: any(
+                line.startswith(f"{fragment} cannot be started again: the allocation has no free")
+                for line in status.pool
+            )
+        )
 
 
 def test_a_job_of_one_component_is_shrunk(
