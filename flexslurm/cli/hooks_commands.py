@@ -65,7 +65,7 @@ def show(name: str, site_file: Path | None) -> None:
 
     hook = hook_named(name)
     site = _site(site_file)
-    for packaged, installed in hook.files:
+    for packaged, installed in hook.all_files:
         click.echo(f"==> {installed} <==")
         click.echo(hook_text(packaged, site, own_command()))
     for line in hook.lines:
@@ -169,10 +169,18 @@ def _found(hook: Hook, site: Site | None) -> tuple[str, str]:
 
 
 def _remove(hook: Hook, directory: Path) -> list[Path]:
-    """Remove our files. Raises EnvironmentFault for one that is not ours."""
+    """Remove our files, those too that no other hook here shares. EnvironmentFault: not ours."""
     from flexslurm.errors import EnvironmentFault
+    from flexslurm.slurm.hook_files import HOOKS
 
-    paths = [directory / installed for _, installed in hook.files]
+    others = [other for other in HOOKS.values() if other.name != hook.name]
+    shared = {
+        name
+        for other in others
+        if any((directory / installed).exists() for _, installed in other.files)
+        for _, name in other.beside
+    }
+    paths = [directory / name for _, name in hook.all_files if name not in shared]
     there = [path for path in paths if path.exists()]
     for path in there:
         if "flexslurm" not in path.read_text(errors="replace"):
@@ -215,7 +223,7 @@ def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[
 
     texts = {
         directory / installed: hook_text(packaged, site, own_command(), str(directory))
-        for packaged, installed in hook.files
+        for packaged, installed in hook.all_files
     }
     for path, text in texts.items():
         if not force and path.exists() and path.read_text(errors="replace") != text:
@@ -228,7 +236,7 @@ def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[
         for path, text in texts.items():
             part = path.with_name(f".{path.name}.part")
             part.write_text(text, encoding="utf-8")
-            part.chmod(0o755 if hook.executable else 0o644)
+            part.chmod(0o755 if hook.executable and path.suffix == ".sh" else 0o644)
             part.replace(path)
     except OSError as error:
         raise EnvironmentFault(

@@ -139,6 +139,8 @@ def _become_owner(directory: Path, uid: int | None) -> None:
         return
     wanted = directory.stat().st_uid if uid is None else uid
     if wanted == 0:
+        if os.environ.get("SUDO_UID", "0") != "0":
+            raise PermissionError("nobody else tells root's services anything through sudo")
         return
     import pwd
 

@@ -4,6 +4,7 @@ them; pure but for reading the packaged files, installs nothing.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from flexslurm.config.site import Partition, Site
 from flexslurm.errors import ConfigError
 from flexslurm.slurm.gpu_request import gpu_request
+
+SUDOERS = "flexslurm.sudoers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,19 @@ class Hook:
     lines: tuple[str, ...]
     """What to do after the files are there; `{dir}` is where they are."""
     executable: bool = True
+    beside: tuple[tuple[str, str], ...] = ()
+    """Files that it shares with other hooks, as `files`."""
+
+    @property
+    def all_files(self) -> tuple[tuple[str, str], ...]:
+        return self.files + self.beside
 
 
+_AS_OWNER = (("as_owner.sh", "as_owner.sh"), ("flexslurm.sudoers", SUDOERS))
+_SUDO = (
+    f"a SlurmUser other than root: visudo -cf {{dir}}/{SUDOERS} && "
+    f"install -o root -g root -m 0440 {{dir}}/{SUDOERS} /etc/sudoers.d/flexslurm"
+)
 _STRIGGERS = (("node-down", "--down"), ("node-drain", "--drained"), ("node-up", "--up"))
 
 HOOKS: dict[str, Hook] = {
@@ -87,25 +101,39 @@ HOOKS: dict[str, Hook] = {
             "as prolog, told once by the controller's host",
             "slurmctld's host",
             (("prolog_slurmctld.sh", "prolog_slurmctld.sh"),),
-            ("slurm.conf: PrologSlurmctld={dir}/prolog_slurmctld.sh", "scontrol reconfigure"),
+            (
+                "slurm.conf: PrologSlurmctld={dir}/prolog_slurmctld.sh",
+                _SUDO,
+                "scontrol reconfigure",
+            ),
+            beside=_AS_OWNER,
         ),
         Hook(
             "epilog_slurmctld",
             "as epilog, told once by the controller's host",
             "slurmctld's host",
             (("epilog_slurmctld.sh", "epilog_slurmctld.sh"),),
-            ("slurm.conf: EpilogSlurmctld={dir}/epilog_slurmctld.sh", "scontrol reconfigure"),
+            (
+                "slurm.conf: EpilogSlurmctld={dir}/epilog_slurmctld.sh",
+                _SUDO,
+                "scontrol reconfigure",
+            ),
+            beside=_AS_OWNER,
         ),
         Hook(
             "strigger",
             "tells the services which nodes went down, drained or came back",
             "slurmctld's host",
             tuple(("strigger.sh", f"{event}.sh") for event, _ in _STRIGGERS),
-            tuple(
-                f"as SlurmUser: strigger --set --node {option} --flags=PERM "
-                f"--program={{dir}}/{event}.sh"
-                for event, option in _STRIGGERS
+            (
+                *(
+                    f"as SlurmUser: strigger --set --node {option} --flags=PERM "
+                    f"--program={{dir}}/{event}.sh"
+                    for event, option in _STRIGGERS
+                ),
+                _SUDO,
             ),
+            beside=_AS_OWNER,
         ),
     )
 }  # fmt: skip
@@ -136,10 +164,23 @@ def hook_text(
     squeue = "squeue" if site is None else site.slurm.commands.get("squeue", "squeue")
     return (
         text.replace("--@LIMITS@", "" if site is None else _limits(site))
-        .replace("@HERE@", directory)
+        .replace("@AS_OWNER@", _in_sudoers(f"{directory}/as_owner.sh"))
+        .replace("@HERE@", directory if packaged.endswith(".lua") else shlex.quote(directory))
+        .replace("@SERVICES@", shlex.quote(_services_below(site)))
         .replace("@FLEXSLURM@", shlex.join(command))
         .replace("@SQUEUE@", shlex.quote(squeue))
     )
+
+
+def _services_below(site: Site | None) -> str:
+    """Where users keep their services beside their homes; empty: anywhere."""
+    place = (site.paths.shared_dir if site is not None else None) or ""
+    return place if place.startswith("/") else ""
+
+
+def _in_sudoers(path: str) -> str:
+    """A path as sudoers has it: what is special there is escaped, patterns too."""
+    return re.sub(r"([^A-Za-z0-9_./+@-])", r"\\\1", path)
 
 
 def _limits(site: Site) -> str:

@@ -43,10 +43,10 @@ def test_the_limits_of_the_site_file() -> None:
 @pytest.mark.parametrize("site", [None, parse_section(Site, SITE, "s")])
 def test_nothing_is_left_to_fill_in(site: Site | None) -> None:
     for hook in HOOKS.values():
-        for packaged, _ in hook.files:
+        for packaged, _ in hook.all_files:
             text = hook_text(packaged, site, ["/opt/flex slurm/bin/flexslurm"])
-            for mark in ("@FLEXSLURM@", "@LIMITS@", "@HERE@", "@SQUEUE@"):
-                assert mark not in text, packaged
+            for mark in ("FLEXSLURM", "LIMITS", "HERE", "SQUEUE", "AS_OWNER", "SERVICES"):
+                assert f"@{mark}@" not in text, packaged
 
 
 @pytest.mark.parametrize("name", [n for n, hook in HOOKS.items() if hook.executable])

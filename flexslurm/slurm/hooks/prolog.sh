@@ -2,6 +2,7 @@
 # flexslurm: Prolog. Tells the job's service that its job begins on this node. Returns at once,
 # with status 0, whatever happens: the telling goes on without it, and only for some seconds.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
+export PATH
 service=${SPANK_FLEXSLURM_SERVICE:-}
 case ${SLURM_JOB_COMMENT:-} in flexslurm:/*) service=${SLURM_JOB_COMMENT#flexslurm:} ;; esac
 [ -n "$service" ] || exit 0
