@@ -14,6 +14,10 @@ from flexslurm.planner.solver import Solution
 from flexslurm.planner.splits import best_split
 
 WITHOUT_TARGETS = Tier(slo=False)
+RUNNER_UP_GAP = 1e-4
+"""Where the plan itself is only near the best, its runner-up need be no nearer than this."""
+RUNNER_UP_S = 10.0
+"""For each pipeline that may be done without; HiGHS needs a fraction of it for a thousand GPUs."""
 
 
 class Explained(msgspec.Struct, frozen=True):
@@ -115,13 +119,15 @@ def _runner_up(planner: Planner, signature: Signature, choice: Solution) -> str:
     best: tuple[int, str] | None = None
     for column in sorted(choice.plan, key=lambda c: c.need):
         others = [c for c in solver.columns if c.need != column.need]
-        solved = Programme(others, shapes).solve(signature)
+        solved = Programme(others, shapes).solve(
+            signature, 0.0 if choice.gap == 0 else RUNNER_UP_GAP, RUNNER_UP_S
+        )
         if solved.plan and (best is None or solved.key > best[0]):
             gear = planner.builder.gear(signature, solved.plan, choice.tier, "")
             best = solved.key, gear.layout()
     if best is None:
         return "there is no other plan"
-    less = 1 - key_worth(best[0]) / max(key_worth(choice.key), 1e-9)
+    less = max(0.0, 1 - key_worth(best[0]) / max(key_worth(choice.key), 1e-9))
     return f"runner-up, {less:.1%} less: {best[1]}"
 
 

@@ -24,6 +24,7 @@ from flexslurm.planner.planner import TIERS, Planner
 from flexslurm.planner.problem import Ints, Tier
 from flexslurm.planner.shifts import ShiftCosts
 from flexslurm.planner.solver import Solution
+from flexslurm.planner.substitutes import Substitutes
 from flexslurm.planner.table import Header, OtherPlan, TableEntry, TablePipeline, encode
 from flexslurm.planner.workload import Objective
 
@@ -109,6 +110,7 @@ class _Filler:
         self.reasons: dict[str, int] = {}
         self.shifts = ShiftCosts(planner.problem, pool)
         self._smallest: tuple[int, int, Counts] | None = None
+        self._substitutes: dict[Tier, Substitutes] = {}
 
     def add(self, signature: Signature, choice: Solution | None) -> None:
         if signature in self.entries:
@@ -157,12 +159,17 @@ class _Filler:
         return tuple((self._pipeline(c, tier), plan[c]) for c in ordered), seats
 
     def _other(self, signature: Signature, choice: Solution) -> Mapping[Column, int]:
-        """The next best plan, where one is nearly as good and it is told by the lattice."""
-        lattice = self.planner.solver(choice.tier).lattice
-        objective = self.planner.problem.goal.objective
-        if lattice is None or objective is not Objective.THROUGHPUT:
+        """The next best plan, where one is nearly as good."""
+        if self.planner.problem.goal.objective is not Objective.THROUGHPUT:
             return {}
-        plan = lattice.next_plan(signature)
+        solver = self.planner.solver(choice.tier)
+        plan: Mapping[Column, int]
+        if solver.lattice is not None:
+            plan = solver.lattice.next_plan(signature)
+        else:
+            if choice.tier not in self._substitutes:
+                self._substitutes[choice.tier] = Substitutes(solver)
+            plan = self._substitutes[choice.tier].next_plan(choice.plan)
         key = sum(column.key * times for column, times in plan.items())
         return plan if key_worth(key) >= OTHER_SHARE * key_worth(choice.key) else {}
 

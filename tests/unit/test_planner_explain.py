@@ -54,6 +54,27 @@ def test_the_runner_up_is_worse_and_different() -> None:
     assert gear.layout() not in found.runner_up
 
 
+def test_where_pipelines_are_generated_it_is_explained_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, goal = "a100-40:2x3,l4:2x3", Goal(Workload(500, 100), Slo(tpot_s=0.05))
+    listed = explain(planner(pool, goal), Signature.parse(pool))
+    monkeypatch.setattr("flexslurm.planner.solver.MOST_CELLS", 40)
+    monkeypatch.setattr("flexslurm.planner.lattice.MOST_CELLS", 0)
+    live = planner(pool, goal)
+    found = explain(live, live.pool)
+    choice = live.choose(live.pool)
+    assert choice is not None and not live.solver(choice.tier).complete
+    assert found is not None and listed is not None
+    assert found.summary == listed.summary and len(found.pipelines) == len(choice.plan)
+    assert all("sets the pace" in line for line in found.pipelines)
+    assert all("batch" in line.rpartition(";")[2] for line in found.pipelines), "what binds"
+    assert "runner-up, " in found.runner_up and " less: " in found.runner_up
+    assert live.plan(live.pool).layout() not in found.runner_up
+    assert found == explain(planner(pool, goal), live.pool), "the same again"
+    assert "no plan is better" in found.gap
+
+
 def test_what_does_not_fit_is_not_explained() -> None:
     live = Planner(
         ModelSpec.from_config(config_of("llama-3.1-405b")), FIGURES, Goal(), Signature.parse("l4:1")

@@ -157,6 +157,38 @@ def test_the_next_best_gear_is_another_and_no_better(data: bytes) -> None:
     assert seen > 5
 
 
+@pytest.fixture
+def no_lattice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pool has too many states, as large ones have."""
+    monkeypatch.setattr("flexslurm.planner.lattice.MOST_CELLS", 0)
+
+
+@pytest.mark.usefixtures("no_lattice")
+def test_without_a_lattice_there_is_a_next_best_gear_too(data: bytes) -> None:
+    live = planner()
+    assert live.solver(Tier()).lattice is None
+    made = make_table(live, pilots_of(POOL))
+    assert made == make_table(planner(), pilots_of(POOL)), "byte for byte"
+    table, exact = GearTable(made), GearTable(data)
+    assert list(table.signatures()) == list(exact.signatures())
+    seen, near = 0, 0
+    for signature in table.signatures():
+        best, others = table.gear(signature), table.others(signature)
+        assert isinstance(best, Gear) or not others
+        for other in others:
+            assert isinstance(best, Gear)
+            seen += 1
+            check_gear(other, SPEC.num_layers)
+            assert other.signature == signature and other.name == other.layout() != best.layout()
+            assert other.estimates.tokens_per_s >= OTHER_SHARE * best.estimates.tokens_per_s * 0.999
+            # no better than the next best among all plans, which the lattice tells
+            (told,) = exact.others(signature)
+            most = told.estimates.tokens_per_s
+            assert other.estimates.tokens_per_s <= most * (1 + 1e-6)
+            near += other.estimates.tokens_per_s == pytest.approx(most, rel=0.02)
+    assert seen >= 10 and near >= 0.8 * seen, (seen, near)
+
+
 def best_of(columns: list[Column], signature: Signature) -> float:
     if not signature.counts:
         return 0.0
