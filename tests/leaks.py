@@ -6,6 +6,7 @@ process tree (a daemon, a Slurm step) is found too, and other people's processes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -109,7 +110,10 @@ def _descriptors() -> list[tuple[int, str]]:
 
 
 def held_by_others(name: str) -> bool:
-    """Whether a live process that is not of this session maps or holds a shared-memory file."""
+    """Whether a live process that is not of this session maps or holds a shared-memory file.
+
+    So it is with one that is gone by now: nobody has left it.
+    """
     path = str(SHM / name)
     token = os.environ.get(TOKEN_VARIABLE)
     family = {os.getpid(), *_family()}
@@ -117,8 +121,17 @@ def held_by_others(name: str) -> bool:
         try:
             if process.pid in family or process.environ().get(TOKEN_VARIABLE) == token:
                 continue
-            if path in (Path("/proc") / str(process.pid) / "maps").read_text():
+            if _holds(Path("/proc") / str(process.pid), path):
                 return True
         except (psutil.Error, OSError):
             continue
-    return False
+    return not Path(path).exists()
+
+
+def _holds(process: Path, path: str) -> bool:
+    """It is open before it is mapped."""
+    for fd in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(fd.readlink()) == path:
+                return True
+    return path in (process / "maps").read_text()

@@ -54,8 +54,8 @@ def test_finds_threads_and_descriptors_and_shared_memory() -> None:
     thread.join()
     os.close(read)
     os.close(write)
+    memory.unlink()  # first, so that it is never there without a holder
     memory.close()
-    memory.unlink()
     assert leaks.left_since(before, TOKEN) == []
 
 

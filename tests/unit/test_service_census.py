@@ -81,8 +81,8 @@ def test_shared_memory_is_left() -> None:
     try:
         assert census.left(status()) == [f"shared memory {memory.name.lstrip('/')}"]
     finally:
+        memory.unlink()  # first, so that it is never there without a holder
         memory.close()
-        memory.unlink()
     assert census.left(status()) == []
 
 
