@@ -44,7 +44,7 @@ class EngineHead:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
         self._thread.start()
-        assert self._up.wait(60)
+        assert self._up.wait(200)
 
     @property
     def endpoint(self) -> str:
@@ -100,7 +100,7 @@ class EngineHead:
         self,
         kind: type[M],
         accept: Callable[[str, M], bool] = lambda _sender, _message: True,
-        timeout_s: float = 60.0,
+        timeout_s: float = 200.0,
         since: int = 0,
     ) -> tuple[str, M]:
         """The first message of a kind, heard or to come; fails the test after `timeout_s`."""
@@ -118,5 +118,5 @@ class EngineHead:
 
     def close(self) -> None:
         self._call(self._stop.set)
-        self._thread.join(60)
+        self._thread.join(200)
         assert not self._thread.is_alive()

@@ -87,7 +87,7 @@ class Shifter:
             self.world.head.send(pull.to, order)
         return list(pulls)
 
-    def pulled(self, pulls: Sequence[KvPull], timeout_s: float = 60.0) -> list[KvPulled]:
+    def pulled(self, pulls: Sequence[KvPull], timeout_s: float = 200.0) -> list[KvPulled]:
         found = []
         for pull in pulls:
             _, answer = self.world.head.wait(
@@ -156,7 +156,7 @@ class Shifter:
         for worker in placed.workers:
             assert self.park(placed, worker, (0,)).failed == (0,)
 
-    def used(self, worker: str, wanted: int, timeout_s: float = 60.0) -> None:
+    def used(self, worker: str, wanted: int, timeout_s: float = 200.0) -> None:
         """Wait for a beat with this figure of the arena."""
         end = time.monotonic() + timeout_s
         while self.world.head.used.get(worker) != wanted:

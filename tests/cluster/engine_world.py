@@ -47,7 +47,7 @@ class Node:
         self._thread.start()
         self.nursery = Nursery("cpu", log_dir, self.ended.append)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 100.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 200.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def spawn(self, head: EngineHead, gpu: int, env: dict[str, str] | None = None) -> Started:
@@ -64,7 +64,7 @@ class Node:
     def stop(self, worker: str, grace_s: float) -> None:
         self.loop.call_soon_threadsafe(self.nursery.stop, worker, grace_s)
 
-    def wait_ended(self, worker: str, timeout_s: float = 60.0) -> Ended:
+    def wait_ended(self, worker: str, timeout_s: float = 200.0) -> Ended:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             for ended in list(self.ended):
@@ -76,7 +76,7 @@ class Node:
     def close(self) -> None:
         self.run(self.nursery.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(60)
+        self._thread.join(200)
         self.loop.close()
 
 
@@ -185,7 +185,7 @@ class World:
         self.head.send(placed.workers, step)
         return number
 
-    def done(self, placed: Placed, number: int, timeout_s: float = 60.0) -> StepDone:
+    def done(self, placed: Placed, number: int, timeout_s: float = 200.0) -> StepDone:
         sender, message = self.head.wait(
             StepDone,
             lambda _, found: found.epoch == placed.epoch and found.step == number,
@@ -241,7 +241,7 @@ class World:
 
     def close(self) -> None:
         for started in self.started:
-            self.node.stop(started.worker, 10.0)
+            self.node.stop(started.worker, 60.0)
         for started in self.started:
             self.node.wait_ended(started.worker)
         self.head.close()

@@ -44,7 +44,7 @@ def members(root: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(60)
+        process.wait(200)
 
 
 @pytest.fixture

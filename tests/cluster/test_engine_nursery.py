@@ -21,6 +21,9 @@ from flexslurm.messages import Refused, Retired, WorkerExit, WorkerHello, Worker
 from tests.cluster.engine_head import EngineHead
 from tests.cluster.engine_world import Node, World, replica_of
 
+GRACE_S = 60.0
+"""Where a worker is to end by itself: longer than that takes on a busy machine."""
+
 
 @pytest.fixture
 def own_node(tmp_path: Path) -> Iterator[Node]:
@@ -64,7 +67,7 @@ def test_a_worker_starts_at_once_and_says_hello(node: Node, head: EngineHead) ->
         assert (hello.pid, hello.agent, hello.device) == (started.pid, "agent-1", "cpu")
     assert min(seconds) < 1.5  # of computing: the import alone takes several times that
     for started in list(node.nursery.running.values()):
-        node.stop(started.worker, 2.0)
+        node.stop(started.worker, GRACE_S)
         ended = node.wait_ended(started.worker)
         assert (ended.exit_code, ended.gpu, ended.pid) == (0, started.gpu, started.pid)
         assert ended.reason == "was stopped"
@@ -91,8 +94,8 @@ def test_signals_that_slurm_sends_to_all_do_not_end_a_worker(node: Node, head: E
         os.kill(started.pid, number)
         os.kill(node.nursery.server_pid, number)
     before = head.beats.get(started.worker, 0.0)
-    wait_until(lambda: head.beats.get(started.worker, 0.0) > before, 60.0, "no beat after signals")
-    node.stop(started.worker, 2.0)
+    wait_until(lambda: head.beats.get(started.worker, 0.0) > before, 200.0, "no beat after signals")
+    node.stop(started.worker, GRACE_S)
     assert node.wait_ended(started.worker).exit_code == 0
 
 
@@ -108,9 +111,12 @@ def test_a_worker_that_hangs_is_killed_after_the_grace(node: Node, head: EngineH
 
 
 def test_a_worker_ends_when_its_head_is_silent(node: Node, head: EngineHead) -> None:
-    head.welcome = msgspec.structs.replace(head.welcome, lost_s=1.5)
     started = node.spawn(head, 0)
-    wait_until(lambda: started.worker in head.beats, 60.0, "no beat")
+    wait_until(lambda: started.worker in head.beats, 200.0, "no beat")
+    head.welcome = msgspec.structs.replace(head.welcome, lost_s=1.5)
+    for _ in range(2):  # the first of these is answered with the new time
+        before = head.beats[started.worker]
+        wait_until(lambda last=before: head.beats[started.worker] > last, 200.0, "no beat")  # type: ignore[misc]
     head.answering = False
     assert node.wait_ended(started.worker).exit_code == 3
 
@@ -118,7 +124,7 @@ def test_a_worker_ends_when_its_head_is_silent(node: Node, head: EngineHead) -> 
 def test_a_worker_belongs_to_one_head(node: Node, head: EngineHead) -> None:
     started, refused = node.spawn(head, 0), node.spawn(head, 1)
     for worker in (started.worker, refused.worker):
-        wait_until(lambda w=worker: w in head.beats, 60.0, "no beat")  # type: ignore[misc]
+        wait_until(lambda w=worker: w in head.beats, 200.0, "no beat")  # type: ignore[misc]
     head.send(refused.worker, Refused(reason="not wanted"))
     assert node.wait_ended(refused.worker).exit_code == 4
     head.send(started.worker, WorkerWelcome(head="head-2", beat_s=0.2, lost_s=5.0))
@@ -148,10 +154,10 @@ def test_a_lost_fork_server_takes_its_workers_along_and_comes_back(
     for started in first:
         ended = node.wait_ended(started.worker)
         assert ended.exit_code is None and "fork server" in ended.reason
-        wait_until(lambda pid=started.pid: not alive(pid), 60.0, "a worker outlives its server")  # type: ignore[misc]
+        wait_until(lambda pid=started.pid: not alive(pid), 200.0, "a worker outlives its server")  # type: ignore[misc]
     again = node.spawn(head, 0)
     head.wait(WorkerHello, lambda sender, _: sender == again.worker)
-    node.stop(again.worker, 2.0)
+    node.stop(again.worker, GRACE_S)
     node.wait_ended(again.worker)
 
 
@@ -174,16 +180,16 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: subprocess.Popen[str]) 
     pids += json.loads(agent.stdout.readline())["workers"]
     assert all(alive(pid) for pid in pids)
     agent.kill()
-    agent.wait(60)
-    wait_until(lambda: not any(alive(pid) for pid in pids), 60.0, "orphans")
+    agent.wait(200)
+    wait_until(lambda: not any(alive(pid) for pid in pids), 200.0, "orphans")
 
 
 def test_a_fork_server_that_is_still_importing_notices_too(agent: subprocess.Popen[str]) -> None:
     assert agent.stdout is not None
     server = json.loads(agent.stdout.readline())["server"]
     agent.kill()
-    agent.wait(60)
-    wait_until(lambda: not alive(server), 60.0, "an orphaned fork server")
+    agent.wait(200)
+    wait_until(lambda: not alive(server), 200.0, "an orphaned fork server")
 
 
 def test_a_fork_server_that_cannot_start_says_so_and_is_not_tried_for_ever(
@@ -208,7 +214,7 @@ def test_a_worker_with_an_epoch_ends_cleanly_and_its_groups_with_it(
 ) -> None:
     world = World(node, tmp_path)
     placed = world.install(1, tiny_model, replica_of([6], [2]))
-    node.stop(placed.workers[0], 2.0)
+    node.stop(placed.workers[0], GRACE_S)
     assert node.wait_ended(placed.workers[0]).exit_code == 0
     world.retire(placed, placed.workers[1:])
     assert world.head.count(Retired) == 1

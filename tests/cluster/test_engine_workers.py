@@ -162,6 +162,7 @@ def test_a_lost_worker_does_not_take_the_others_with_it(
     world.done(placed, 20)
     world.kill(lost, number)
     killed = time.monotonic()
+    long_feed(world, placed, 3)  # also where all before had ended already
     survivors = [worker for worker in workers if worker != lost]
     if number == signal.SIGKILL:  # one that is stopped shows no sign: the head must notice
         world.head.wait(StepFailed, lambda sender, _: sender in survivors, PROMPT_S)
@@ -236,18 +237,18 @@ def test_steps_that_do_not_belong_are_dropped_or_break_their_epoch(
 
 def test_acted_steps_take_the_time_they_are_given(world: World, tiny_model: Path) -> None:
     cost = dict.fromkeys(StageCost.__struct_fields__, 0.0)
-    cost |= {"weights_s": 0.06, "token_s": 0.001, "fixed_s": 0.01}
+    cost |= {"weights_s": 0.19, "token_s": 0.001, "fixed_s": 0.01}
     replica = replica_of([2, 4], [1, 1])
     placed = world.install(1, tiny_model, replica, pacing=Pacing(acted=cost))
-    # two micro-batches share two stages of 70 ms: one ends every 70 ms, two stages deep
-    expected, took = (2 * WANTED + 1) * 0.07, []
+    # two micro-batches share two stages of 200 ms: one ends every 200 ms, two stages deep
+    expected, took = (2 * 5 + 1) * 0.2, []
     while not took or (min(took) >= expected * 1.8 and len(took) < 6):
         began = time.monotonic()
-        world.drive(placed, lines(), chunk=64)
+        world.drive(placed, lines(), until=5, chunk=64)
         took.append(time.monotonic() - began)
     assert expected <= min(took) < expected * 1.8, "one after the other it is twice as long"
     done = [m.compute_s for _, _, m in world.head.heard if isinstance(m, StepDone)]
-    assert all(0.0699 < seconds < 0.0701 for seconds in done)
+    assert all(0.1999 < seconds < 0.2001 for seconds in done)
     # a step that sleeps is broken off too
     slow = dict(cost, fixed_s=30.0)
     stuck = world.install(2, tiny_model, replica, pacing=Pacing(acted=slow))
