@@ -87,15 +87,16 @@ def install(
     hook = hook_named(name)
     site = _site(site_file)
     directory = directory.absolute()
-    for path in _write(hook, directory, site, force):
-        click.echo(f"wrote {path}")
-    for warning in warnings_of(hook, own_command()):
+    for path, written in _write(hook, directory, site, force).items():
+        click.echo(f"wrote {path}" if written else f"{path} is there already")
+    for warning in (*warnings_of(hook, own_command()), *beside_warnings(hook, directory)):
         click.echo(f"note: {warning}")
+    lines = hook.lines
     if register and hook.name == "strigger":
         _register(directory, site)
-        return
+        lines = lines[-1:]  # the others are done
     click.echo("then:")
-    for line in hook.lines:
+    for line in lines:
         click.echo(f"  {line.format(dir=directory)}")
 
 
@@ -217,7 +218,8 @@ def _site(path: Path | None) -> Site | None:
     return None if path is None else site_with_slurm(path)
 
 
-def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[Path]:
+def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> dict[Path, bool]:
+    """The files, and whether each was written: one that is as it should be stays, and its owner."""
     from flexslurm.errors import EnvironmentFault
     from flexslurm.slurm.hook_files import hook_text
 
@@ -225,15 +227,17 @@ def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[
         directory / installed: hook_text(packaged, site, own_command(), str(directory))
         for packaged, installed in hook.all_files
     }
-    for path, text in texts.items():
-        if not force and path.exists() and path.read_text(errors="replace") != text:
+    there = {path: path.read_text(errors="replace") for path in texts if path.exists()}
+    missing = {path: text for path, text in texts.items() if there.get(path) != text}
+    for path in missing:
+        if not force and path in there:
             raise EnvironmentFault(
                 f"{path} is there and differs",
                 hint="--force replaces it; a site's own file can call ours, as its head says",
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
+        for path, text in missing.items():
             part = path.with_name(f".{path.name}.part")
             part.write_text(text, encoding="utf-8")
             part.chmod(0o755 if hook.executable and path.suffix == ".sh" else 0o644)
@@ -243,7 +247,7 @@ def _write(hook: Hook, directory: Path, site: Site | None, force: bool) -> list[
             f"cannot write into {directory}: {error.strerror}",
             hint="run as who owns it, or choose another directory with --to",
         ) from None
-    return list(texts)
+    return {path: path in missing for path in texts}
 
 
 def warnings_of(hook: Hook, command: list[str]) -> list[str]:
@@ -257,6 +261,20 @@ def warnings_of(hook: Hook, command: list[str]) -> list[str]:
     return [
         f"{program} or a directory above it is not root's: whoever owns it would run code as the "
         "hooks' user; install flexslurm where only root writes"
+    ]
+
+
+def beside_warnings(hook: Hook, directory: Path) -> list[str]:
+    """What an admin should know before sudo lets SlurmUser run a file that was just written."""
+    if not hook.beside:
+        return []
+    path = directory.resolve() / hook.beside[0][1]
+    owners = {place.stat().st_uid for place in (path, *path.parents)} - {0}
+    if not owners:
+        return []
+    return [
+        f"{path} or a directory above it is not root's: before sudo lets anybody run it, install "
+        "it as root where only root writes, or its owner becomes any user but root"
     ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flexslurm.cli.hooks_commands import hooks
+from flexslurm.cli.hooks_commands import beside_warnings, hooks
 from flexslurm.config.schema import parse_section
 from flexslurm.config.site import Site
 from flexslurm.slurm.hook_files import HOOKS, hook_text
@@ -165,6 +165,18 @@ def test_slurmuser_asks_sudo_for_the_script_alone(
         time.sleep(0.02)  # the telling goes on without the hook
     told = (called / "asked").read_text()
     assert told == f"-n -u #1000 {called}/as_owner.sh {asked}\n"
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give a file away")
+def test_a_script_that_is_not_root_s_is_warned_of(place: Path) -> None:
+    strigger, epilog = HOOKS["strigger"], HOOKS["epilog"]
+    (place / "as_owner.sh").touch()
+    above = [path for path in place.parents if path.stat().st_uid != 0]
+    assert not above and beside_warnings(strigger, place) == []
+    os.chown(place / "as_owner.sh", SOMEBODY, -1)
+    [warning] = beside_warnings(strigger, place)
+    assert warning.startswith(f"{place}/as_owner.sh or a directory above it is not root's")
+    assert beside_warnings(epilog, place) == []
 
 
 def test_what_hooks_share_stays_until_the_last_is_gone(

@@ -70,7 +70,10 @@ def test_installing_keeps_what_is_there(tmp_path: Path) -> None:
     assert first.exit_code == 0 and f"Epilog={tmp_path}/epilog.sh" in first.output
     path = tmp_path / "epilog.sh"
     assert os.access(path, os.X_OK) and "--source epilog" in path.read_text()
-    assert run(hooks, ["install", "epilog", "--to", str(tmp_path)]).exit_code == 0
+    written = path.stat()
+    again = run(hooks, ["install", "epilog", "--to", str(tmp_path)])
+    assert again.exit_code == 0 and f"{path} is there already" in again.output
+    assert path.stat().st_ino == written.st_ino, "its owner stays, too"
     path.write_text("the site's own\n")
     second = run(hooks, ["install", "epilog", "--to", str(tmp_path)])
     assert second.exit_code != 0 and path.read_text() == "the site's own\n"
