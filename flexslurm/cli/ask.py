@@ -1,4 +1,4 @@
-"""Questions to a running head over the authenticated link."""
+"""Questions to a running head over the authenticated link; changes nothing by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _GONE_S = 1.0
 def ask(
     directory: ServiceDir, question: Message, timeout_s: float
 ) -> AskDone | StatusAnswer | ShiftAnswer:
-    """Raises ServiceUnreachable when no head answers, ServiceError when it refuses."""
+    """The head's answer, which comes within `timeout_s`.
+
+    Raises ServiceUnreachable when no head answers, ServiceError when it refuses.
+    """
     head = directory.head()
     if head is None and directory.stopped():
         raise ServiceUnreachable(
@@ -82,6 +85,7 @@ def _silent(head: HeadAddress, gone: bool) -> ServiceUnreachable:
 
 
 def ask_status(directory: ServiceDir, timeout_s: float = 5.0) -> StatusAnswer:
+    """What the service runs on, and why. Raises as `ask` does."""
     answer = ask(directory, StatusAsk(), timeout_s)
     if not isinstance(answer, StatusAnswer):
         raise ServiceError("the head gave another answer than its status")

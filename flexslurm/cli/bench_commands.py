@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.main import CommandGroup
 from flexslurm.cli.outputs import check_writable, write_figures
 from flexslurm.errors import ServiceError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from flexslurm.cli.bench_shift import ShiftFigures
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench() -> None:
     """Measure what this version does, on this machine."""
 

@@ -67,7 +67,7 @@ class LinkProbe:
     """A data server in a process of its own, which is fetched from; from its making to `close`."""
 
     def __init__(self) -> None:
-        """Raises DeadlineExceeded where the server does not come up."""
+        """Raises DeadlineExceeded or ServiceError where the server does not come up."""
         self._key = secrets.token_bytes(32)
         self._here, there = multiprocessing.Pipe()
         self._server = multiprocessing.get_context("spawn").Process(
@@ -78,7 +78,11 @@ class LinkProbe:
         if not self._here.poll(_START_S):
             self.close()
             raise DeadlineExceeded(f"no data server within {_START_S:g} s")
-        self._port = int(self._here.recv())
+        try:
+            self._port = int(self._here.recv())
+        except EOFError:
+            self.close()
+            raise ServiceError("the data server that is measured ended at its start") from None
 
     def measure(self, *, paced: bool = False) -> float:
         """Bytes per second from one process to another: the median of a few fetches.

@@ -257,5 +257,8 @@ def _until(done: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the bench waited {timeout_s:g} s for what did not come")
+            raise DeadlineExceeded(
+                f"the bench waited {timeout_s:g} s for what did not come",
+                hint="run it with --keep and read the head's log",
+            )
         time.sleep(_LOOK_S)

@@ -153,8 +153,12 @@ def _packages(me: dict[str, Any]) -> Iterator[CheckVerdict]:
     """Whether what flexslurm says it needs is there."""
     from importlib import metadata
 
-    from flexslurm.cli.doctor_words import fail, ok
+    from flexslurm.cli.doctor_words import fail, note, ok
 
+    if not _installed("flexslurm"):
+        mend = f"{sys.executable} -m pip install . in the clone"
+        yield note("packages", me["node"], "flexslurm itself runs from its files alone", mend)
+        return
     needed = [line for line in metadata.requires("flexslurm") or [] if "extra ==" not in line]
     names = [found[0] for line in needed if (found := re.match(r"[\w.-]+", line))]
     missing = [name for name in names if not _installed(name)]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from flexslurm.cli.endings import ENDING
-from flexslurm.cli.launch import LaunchPlan
+from flexslurm.cli.launch import LaunchPlan, called
 from flexslurm.cli.stopping import stop_service
 from flexslurm.cli.submitting import job_owner
 from flexslurm.errors import ServiceError, SlurmError
@@ -47,4 +47,7 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
     say("the head has failed: what is left is cancelled" if failed else "the service was stopped")
     stop_service(plan.directory, 0.0, 60.0, say, head_over=True)
     if failed:
-        raise ServiceError(f"the head has ended with exit code {info.exit_code}")
+        raise ServiceError(
+            f"the head has ended with exit code {info.exit_code}",
+            hint=f"why: flexslurm logs {called(plan)} head",
+        )

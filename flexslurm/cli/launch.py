@@ -72,7 +72,11 @@ def plan_launch(
     head_here: bool,
     say: Say = lambda line: None,
 ) -> LaunchPlan:
-    """Check the model and plan the pool. Raises ModelError, CapacityError, ConfigError."""
+    """Check the model and plan the pool; what is slow about it is said.
+
+    Raises ModelError, CapacityError, ConfigError; with cluster `allocation` EnvironmentFault
+    outside of a job.
+    """
     from flexslurm.cli.launch_table import service_table
     from flexslurm.engine.checkpoint import check_files
     from flexslurm.engine.families import check_model
@@ -256,14 +260,15 @@ def _watch_jobs(plan: LaunchPlan, progress: Progress) -> None:
     progress.tell("head", str(info.state).lower(), info.reason or "")
     if info.state.over:
         log = log_tail(plan.directory.logs / "head", lines=50).splitlines()
-        raise ended_early([line[2:] for line in log], info.exit_code, called(plan))
+        raise ended_early(log, info.exit_code, called(plan))
 
 
-def log_tail(folder: Path, lines: int = 8) -> str:
-    """The last lines of the newest log in a folder."""
+def log_tail(folder: Path, lines: int) -> str:
+    """The last lines of the newest log in a folder; empty where there is none."""
+    from flexslurm.cli.log_files import tail_files
+
     files = sorted((f for f in folder.glob("*") if f.is_file()), key=lambda f: f.stat().st_mtime)
-    text = files[-1].read_text(errors="replace") if files else ""
-    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (no output)"
+    return "\n".join(tail_files(files[-1:], lines))
 
 
 def called(plan: LaunchPlan) -> str:

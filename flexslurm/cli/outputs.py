@@ -53,11 +53,13 @@ def put_text(text: str, target: Path | None, *, executable: bool = False) -> boo
     return True
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, data: str | bytes) -> None:
     """All of it or nothing. Raises EnvironmentFault."""
     from flexslurm.wire.files import write_atomically
 
     try:
-        write_atomically(path.absolute(), text.encode())
+        write_atomically(path.absolute(), data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+        raise EnvironmentFault(
+            f"cannot write {path}: {error.strerror}", hint="choose another place with --out"
+        ) from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexslurm.cli import shared_options as shared
+from flexslurm.cli.outputs import replace_file
 from flexslurm.cli.quiet_stdout import only_ours_on_stdout
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature
@@ -214,7 +215,10 @@ def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) ->
     if options["explain"] is not None:
         wanted_signature = Signature.parse(options["explain"])
         if not planner.pool.covers(wanted_signature):
-            raise ConfigError(f"--explain: {wanted_signature} is not a part of {planner.pool}")
+            raise ConfigError(
+                f"--explain: {wanted_signature} is not a part of {planner.pool}",
+                hint="name as many nodes as the pool has of a kind, or fewer",
+            )
         why = explain(planner, wanted_signature)
         results.planned[wanted_signature] = planner.plan(wanted_signature)
         results.explained = (wanted_signature, why) if why is not None else None
@@ -241,10 +245,9 @@ def _write_table(
 ) -> None:
     from flexslurm.planner.table import GearTable
     from flexslurm.planner.tabulate import make_table, pilots_of
-    from flexslurm.wire.files import write_atomically
 
     data = make_table(planner, pilots_of(pool), progress)
-    write_atomically(path, data)
+    replace_file(path, data)
     table = GearTable(data, str(path))
     if len(table) <= MOST_ROWS:
         for signature in table.signatures():
@@ -351,4 +354,6 @@ def _json(inputs: Inputs, results: Results) -> dict[str, Any]:
 def _fail_if_nothing_fits(pool: Signature, results: Results) -> None:
     gear = results.planned.get(pool)
     if isinstance(gear, NoGear) and results.what_if is None:
-        raise CapacityError(gear.reason)
+        raise CapacityError(
+            gear.reason, hint="see what more GPUs would bring: --what-if +TYPE:GPUSxNODES"
+        )

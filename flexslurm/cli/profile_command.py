@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexslurm.engine.trial import Run, Served, Trial, TrialOutcome
     from flexslurm.planner.problem import Problem, StageKind
     from flexslurm.planner.profiles import Profile, Row
+    from flexslurm.planner.topology import Topology
 
 SERVED_TOKENS = 32
 """Prompt and answer of the requests that are served."""
@@ -150,7 +151,13 @@ def plan_trial(site: Site, tp: int, options: dict[str, Any]) -> Trial:
 
 
 def with_pacing(
-    runs: tuple[Run, ...], site: Site, topology: Any, gpu_type: str, tp: int, model: str, dtype: str
+    runs: tuple[Run, ...],
+    site: Site,
+    topology: Topology,
+    gpu_type: str,
+    tp: int,
+    model: str,
+    dtype: str,
 ) -> tuple[Run, ...]:
     """The runs with the pacing a worker of a virtual GPU would get; the send is not the layers'."""
     import msgspec

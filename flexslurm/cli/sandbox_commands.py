@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from flexslurm.cli.main import CommandGroup
+
 DEFAULT_DIR = ".sandbox"
 
 _dir = click.option(
@@ -20,7 +22,7 @@ _dir = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def sandbox() -> None:
     """A private, real Slurm in one directory, to try things on."""
 

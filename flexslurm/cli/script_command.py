@@ -41,7 +41,7 @@ def script(
     starts all of it at once and takes all of it at once; 'flexslurm launch' is for the rest.
     """
     from flexslurm.cli.hooks_commands import own_command
-    from flexslurm.cli.service_places import service_directory
+    from flexslurm.cli.service_places import service_to_be
     from flexslurm.config.check import load_pair
     from flexslurm.slurm.serve import ServeCall, loss_in_words, read_components, serve_script
 
@@ -50,8 +50,7 @@ def script(
     pool = read_components(components) if components else service.pool
     for entry in pool:
         _check(entry, site)
-    home = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
-    directory = service_directory(service_dir or service.name, shared=home)
+    directory = service_to_be(service.name, service_dir, site.paths.shared_dir)
     call = ServeCall(
         service.name, tuple(own_command()), service_file.absolute(), site_file.absolute(),
         directory.path.absolute(),

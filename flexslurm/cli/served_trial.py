@@ -270,9 +270,12 @@ def _ended(endpoint: str) -> float:
 
 
 def _figures(endpoint: str, names: Sequence[str]) -> list[float]:
-    """Figures of the head's page, by name."""
-    with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:  # noqa: S310 - http
-        text = answer.read().decode()
+    """Figures of the head's page, by name. Raises ServiceError."""
+    try:
+        with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:  # noqa: S310 - http
+            text = answer.read().decode()
+    except (OSError, HTTPException) as error:
+        raise ServiceError(f"the head's metrics cannot be read: {error}") from error
     found = [re.search(rf"^{name}{{.*}} (\S+)$", text, re.M) for name in names]
     if None in found:
         raise ServiceError(f"the head's metrics lack one of {', '.join(names)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flexslurm.cli import shared_options as shared
-from flexslurm.cli.service_places import find_service, service_directory
+from flexslurm.cli.service_places import find_service, service_directory, service_to_be
 from flexslurm.errors import FlexslurmError
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def launch(
     from flexslurm.cli.site_figures import check_figures
     from flexslurm.cli.slurm_notes import require_slurm, surprises, warnings_of
     from flexslurm.config.check import check_slurm_conf, load_pair
-    from flexslurm.wire.service_dir import ServiceDir
 
     if backfill:
         overrides = (*overrides, "keeping.backfill=true")
@@ -86,12 +85,7 @@ def launch(
         require_slurm(site)
     for note in (*pair.notes, *(surprises(site) if cluster == "slurm" else ())):
         click.echo(f"note: {note}")
-    shared = f"{site.paths.shared_dir}/services" if site.paths.shared_dir else None
-    directory = (
-        ServiceDir(Path(service_dir))
-        if service_dir
-        else service_directory(service.name, shared=shared)
-    )
+    directory = service_to_be(service.name, service_dir, site.paths.shared_dir)
     if not dry_run:
         submitting.refuse_if_running(directory)
     here = (head_place or service.head.place) == "here"

@@ -33,8 +33,18 @@ def service_directory(
     return ServiceDir(base / name_or_path)
 
 
+def service_to_be(name: str, service_dir: str | None, shared_dir: str | None) -> ServiceDir:
+    """The directory of a service that is launched: as named, or below the site's shared one."""
+    if service_dir:
+        return ServiceDir(Path(service_dir))
+    return service_directory(name, shared=f"{shared_dir}/services" if shared_dir else None)
+
+
 def find_service(service: str | None, service_dir: str | None) -> ServiceDir:
-    """The directory that is meant; without a name, the only one there is, or that runs."""
+    """The directory that is meant; without a name, the only one there is, or that runs.
+
+    Raises ServiceError where there is none, or where several may be meant.
+    """
     if service_dir is not None:
         directory = ServiceDir(Path(service_dir))
     elif service is not None:

@@ -85,7 +85,10 @@ SITE = site("What the cluster is made of.", required=True)
 
 
 def of_service(service: str | None, word: str | None, what: str) -> tuple[str | None, str]:
-    """SERVICE and the word after it: where there is one word alone, it is the second."""
+    """SERVICE and the word after it: where there is one word alone, it is the second.
+
+    Raises UsageError where there is none; `what` the second word is.
+    """
     if word is None:
         service, word = None, service
     if word is None:

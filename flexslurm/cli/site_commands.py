@@ -189,7 +189,10 @@ def check(site_file: Path, offline: bool, as_json: bool) -> None:
 
 
 def findings_of(loaded: Loaded[Site], offline: bool) -> Findings:
-    """Raises SlurmError where Slurm is to be asked and does not answer."""
+    """What is wrong with a site file, by itself and, unless `offline`, beside the live cluster.
+
+    Raises SlurmError where Slurm is to be asked and does not answer.
+    """
     from flexslurm.errors import FlexslurmError
     from flexslurm.planner.topology import Topology
     from flexslurm.slurm.site_check import check_against, check_alone

@@ -212,7 +212,10 @@ def _end_old_head(plan: LaunchPlan, say: Say) -> None:
         waits = backoff_s(_POLL_S, _MOST_POLL_S)
         while not (info := owner.states([job])[job]).state.over and info.known:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"the old head, job {job}, does not end")
+                raise DeadlineExceeded(
+                    f"the old head, job {job}, does not end",
+                    hint=f"flexslurm stop {called(plan)} tries again, and ends its pilots too",
+                )
             time.sleep(next(waits))
     plan.directory.forget_head()
 

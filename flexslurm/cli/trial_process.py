@@ -1,8 +1,8 @@
 """`python -m flexslurm.cli.trial_process PLAN RESULT [SERVE]`: a whole trial on its node.
 
 Stages are timed one after the other (`engine.profiling`), then the model is served for a while
-(`served_trial`). RESULT gets a `trial.TrialOutcome` whatever happens; what is under way goes to
-standard output. That a model could not be served leaves what was measured before.
+(`served_trial`). RESULT gets a `trial.TrialOutcome`, unless a signal ends this; what is under way
+goes to standard output. That a model could not be served leaves what was measured before.
 """
 
 from __future__ import annotations

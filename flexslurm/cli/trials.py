@@ -31,7 +31,7 @@ _START_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A partition's nodes; `partition` and `nodelist` None with `local`."""
+    """This machine, or a node with GPUs of that type; `partition` None: where Slurm puts jobs."""
 
     local: bool
     partition: str | None = None
@@ -67,7 +67,9 @@ def _workplace(home: Path) -> Iterator[Path]:
         home.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=".trial-", dir=home.absolute()))
     except OSError as error:
-        raise EnvironmentFault(f"cannot write in {home}: {error.strerror}") from error
+        raise EnvironmentFault(
+            f"cannot write in {home}: {error.strerror}", hint="choose another place with --out"
+        ) from error
     try:
         yield place
     finally:
@@ -114,7 +116,10 @@ def _run_here(place: Path, site: Site, limit_s: float, say: Say) -> None:
             while process.poll() is None:
                 follow()
                 if time.monotonic() > end:
-                    raise DeadlineExceeded(f"the trial did not end within {limit_s:g} s")
+                    raise DeadlineExceeded(
+                        f"the trial did not end within {limit_s:g} s",
+                        hint="--minutes bounds what is measured",
+                    )
                 time.sleep(_POLL_S)
         finally:
             _end(process)
@@ -194,7 +199,9 @@ def _follow_job(
             what = "did not end" if started else "did not start"
             raise DeadlineExceeded(
                 f"job {job} {what} within {limit_s if started else wait_s:g} s",
-                hint=None if started else "--wait says for how long it may wait for its GPUs",
+                hint="--minutes bounds what is measured"
+                if started
+                else "--wait says for how long it may wait for its GPUs",
             )
 
 

@@ -35,7 +35,9 @@ def held(folder: Path, exit_code: int, monkeypatch: pytest.MonkeyPatch, said: li
     directory = ServiceDir(folder / "chat")
     directory.create()
     directory.write_pilots(Pilots("allocation", head_job="local-7", allocation="7"))
-    plan: Any = types.SimpleNamespace(directory=directory, site=None)
+    plan: Any = types.SimpleNamespace(
+        directory=directory, site=None, service=types.SimpleNamespace(name="chat")
+    )
     monkeypatch.setattr(holding, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(holding, "job_owner", lambda *_: Ended(exit_code))
     monkeypatch.setattr(stopping, "_cancel", lambda *_: None)
@@ -71,6 +73,7 @@ def test_whatever_ends_the_launcher_stops_the_service(
 
 def test_a_head_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    with pytest.raises(ServiceError, match="exit code 8"):
+    with pytest.raises(ServiceError, match="exit code 8") as caught:
         held(tmp_path, 8, monkeypatch, said)
+    assert caught.value.hint == f"why: flexslurm logs --service-dir {tmp_path / 'chat'} head"
     assert said == ["the head has failed: what is left is cancelled"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flexslurm.cli import served_trial
 from flexslurm.cli.profile_command import SERVED_BATCH, plan_serving, served_rows
 from flexslurm.cli.served_trial import ServeAsk
 from flexslurm.config.schema import parse_section
@@ -14,6 +15,7 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.engine.served_cycles import Cycles
 from flexslurm.engine.trial import Served
+from flexslurm.errors import ServiceError
 from flexslurm.planner.profiles import Row, read_profile, write_profile
 
 ABOUT = {"model": "llama", "gpu_type": "plain", "tp": 1, "dtype": "float64"}
@@ -48,6 +50,12 @@ def test_the_replica_that_is_served_is_a_service_of_its_own(tiny_model: Path) ->
     service = parse_section(Service, str(found.service()), "service")
     assert (service.serving.max_batch, service.workload.prompt_tokens) == (8, 32)
     assert "measured" in found.site and found.site["measured"]["profiles"] is None
+
+
+def test_a_head_that_does_not_answer_leaves_what_was_measured_before() -> None:
+    """Of a service only a FlexslurmError is taken for one that could not be served."""
+    with pytest.raises(ServiceError, match="metrics cannot be read"):
+        served_trial._figures("http://127.0.0.1:9", ["flexslurm_steps_total"])
 
 
 def test_no_more_streams_than_a_jobs_cores_can_read(tiny_model: Path) -> None:

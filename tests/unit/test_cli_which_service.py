@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexslurm.cli.main import run
-from flexslurm.cli.service_places import find_service
+from flexslurm.cli.service_places import find_service, service_to_be
 from flexslurm.errors import ServiceError
 from flexslurm.wire.service_dir import HeadAddress, Pilots, ServiceDir
 
@@ -47,6 +47,12 @@ def test_the_only_one_there_is_is_meant_though_stopped(root: Path) -> None:
     launched(root, "older", running=False)
     with pytest.raises(ServiceError, match=r"old \(stopped\), older \(stopped\)"):
         find_service(None, None)
+
+
+def test_a_directory_is_meant_as_it_is_named(root: Path) -> None:
+    """A word alone too: by `launch` and `script` as by the commands that look for the service."""
+    assert service_to_be("chat", "box", "/shared").path == Path("box").absolute()
+    assert service_to_be("chat", None, "/shared").path == root / "chat"
 
 
 def test_the_status_of_a_stopped_one_says_so(
