@@ -51,7 +51,7 @@ def ended(worker: Worker, tenancy: Tenancy) -> Exit:
     """How the worker ends whose agent goes away once the epoch is torn down."""
     tenancy.start()
     tenancy._stop.set()  # the head does not want to hear the cause first
-    tenancy._thread.join(20)
+    tenancy._thread.join(200)
     assert not tenancy._thread.is_alive()
     assert worker._tenancies == {}
     lifeline, agent = os.pipe()

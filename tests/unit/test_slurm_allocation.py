@@ -117,17 +117,22 @@ def task(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ordered(
-    where: Path, script: str, *, step: Path = Path("/none"), **limits: float
+    where: Path,
+    script: str,
+    *,
+    step: Path = Path("/none"),
+    kill_wait_s: float = 60.0,
+    **limits: float,
 ) -> tuple[Order, Callable[[], tuple[int, str]]]:
     """An order for a shell on n1, and what waits for its end."""
     order = Order(where / "step" / "n1", step, **limits)
-    order.put(["sh", "-c", script], where / "logs" / "out", 1.0)
+    order.put(["sh", "-c", script], where / "logs" / "out", kill_wait_s)
     ends: list[tuple[int, str]] = []
     thread = threading.Thread(target=lambda: ends.append(order.follow()), daemon=True)
     thread.start()
 
     def end() -> tuple[int, str]:
-        thread.join(60)
+        thread.join(200)
         assert ends, "the order has no end"
         return ends[0]
 
@@ -170,7 +175,7 @@ def test_signals_reach_what_was_ordered(tmp_path: Path, task: subprocess.Popen[b
 def test_a_process_that_does_not_stop_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
     away = "setsid sh -c 'echo $$ up; exec sleep 300' &"  # in a session of its own
     script = f"trap '' TERM; {away} while true; do sleep 0.05; done"
-    order, end = ordered(tmp_path, script)
+    order, end = ordered(tmp_path, script, kill_wait_s=1.0)
     wait(lambda: log_has(tmp_path, "up"), 60, "it runs")
     order.stop()
     assert end()[0] == -signal.SIGKILL
