@@ -26,13 +26,22 @@ from flexslurm.config.service import Service
 from flexslurm.config.site import Site
 from flexslurm.engine.sampling import sample
 from flexslurm.errors import ServiceUnreachable
-from flexslurm.messages import ChunkSampling, SamplingParams, ServiceState, StatusAnswer
+from flexslurm.messages import (
+    ChunkSampling,
+    FragmentStatus,
+    SamplingParams,
+    ServiceState,
+    StatusAnswer,
+)
 from flexslurm.slurm.local import LocalSubmitter
 from flexslurm.wire.service_dir import ServiceDir
 from tests.command_lines import command_lines
 
 MOST_TOKENS = 440
 """Of an answer to one of `some_asks`, in the context of `tiny_service`."""
+SLOWLY = 0.1
+"""Of a virtual GPU's speed, where streams must outlast what is done to them on any machine: they
+are slower by so much than the same machine is in acting on them, and leave it the time to act."""
 
 
 class Ask(StreamRun):
@@ -58,7 +67,7 @@ class RunningService:
         self.submitter = LocalSubmitter(directory.path)
 
     def status(self) -> StatusAnswer:
-        return ask_status(self.directory)
+        return ask_status(self.directory, 20.0)  # a busy head answers late
 
     @property
     def endpoint(self) -> str:
@@ -166,7 +175,8 @@ def running(
 ) -> Iterator[RunningService]:
     """Launch a service, and end it whatever happens; on Slurm, the head is a job too.
 
-    With `look`, nothing may be left of it; without, the caller looks, once Slurm is gone too.
+    With `look`, nothing may be left of it; without, the caller looks, once Slurm is gone too. Local
+    pilots are all there: it may serve before the last of them has come.
     """
     made = parse_section(Service, yaml.safe_dump(service), "service.yaml")
     place = parse_section(Site, yaml.safe_dump(site), "site.yaml")
@@ -178,20 +188,29 @@ def running(
     try:
         submitting.execute(plan, said.append)
         launching.wait_until_serving(plan, said.append, timeout_s)
-        yield RunningService(directory, plan)
+        service = RunningService(directory, plan)
+        if cluster == "local":
+            service.until(lambda status: sum(map(is_there, status.fragments)) == len(plan.pilots))
+        yield service
     finally:
         stop_service(directory, 0.0, 60.0, said.append)
     left = leaks.left_since(before, token) if look else []
     assert not left, "the service left behind:\n  " + "\n  ".join(left)
 
 
-def tiny_site(**memory: str) -> dict[str, Any]:
-    """Two virtual GPU types; memory by type, such as a100="2MiB"."""
+def is_there(fragment: FragmentStatus) -> bool:
+    """Whether a pilot has come, and nothing is against its use."""
+    return fragment.state in ("ready", "serving")
+
+
+def tiny_site(speed: float = 1.0, **memory: str) -> dict[str, Any]:
+    """Two virtual GPU types of this speed; memory by type, such as a100="2MiB"."""
     return {
         "name": "test",
         "slurm": {"poll_interval": "0.2s", "kill_wait": "2s"},
         "gpu_types": {
-            name: {"memory": memory.get(name, "64MiB"), "virtual": {}} for name in ("a100", "l40s")
+            name: {"memory": memory.get(name, "64MiB"), "virtual": {"speed": speed}}
+            for name in ("a100", "l40s")
         },
     }
 

@@ -25,9 +25,17 @@ from flexslurm.cli.ask import ask
 from flexslurm.engine import faults
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import Holding, ShardMap
-from flexslurm.messages import FragmentStatus, GpuStatus, ShiftAnswer, ShiftAsk, StatusAnswer
+from flexslurm.messages import GpuStatus, ShiftAnswer, ShiftAsk, StatusAnswer
 from tests.service_census import Census, ports_left
-from tests.service_harness import Ask, RunningService, check, finish, running, some_asks
+from tests.service_harness import (
+    Ask,
+    RunningService,
+    check,
+    finish,
+    is_there,
+    running,
+    some_asks,
+)
 
 BLOCK_TOKENS = 16
 LEFT_OPEN = ": still open after"
@@ -113,13 +121,13 @@ class Ground:
 
     def shift_to(self, gear: str, timeout_s: float = 100.0) -> dict[str, float | str]:
         """Go into a gear; the history's line of it."""
-        answer = ask(self.service.directory, ShiftAsk(to=gear), 10.0)
+        answer = ask(self.service.directory, ShiftAsk(to=gear), 30.0)
         assert isinstance(answer, ShiftAnswer)
         status = self.service.until(lambda s: serves(s, answer.to), timeout_s)
         return status.shifts[-1]
 
-    def ask_for(self, gear: str) -> None:
-        ask(self.service.directory, ShiftAsk(to=gear), 10.0)
+    def ask_for(self, gear: str, timeout_s: float = 30.0) -> None:
+        ask(self.service.directory, ShiftAsk(to=gear), timeout_s)
 
     def begin(self, count: int = 4) -> tuple[list[Ask], list[Any]]:
         asks = some_asks(count, self.long)
@@ -150,7 +158,7 @@ class Ground:
         status = self.service.until(lambda s: s.state == "serving")
         return [line for line in status.shifts if float(line["epoch"]) > before]
 
-    def mend(self, fragments: int, timeout_s: float = 60.0) -> None:
+    def mend(self, fragments: int, timeout_s: float = 100.0) -> None:
         """Submit what ended again, and wait until all are there.
 
         A pilot whose installs failed again and again is ended first, as an operator would.
@@ -161,7 +169,7 @@ class Ground:
             status = self.service.until(lambda s: True)
             faulty = [f.job_id for f in status.fragments if f.state == "faulty" and f.job_id]
             self.service.submitter.cancel(faulty)
-            if sum(_is_whole(f) for f in status.fragments) == fragments:
+            if sum(map(is_there, status.fragments)) == fragments:
                 return
             pilots = [(f.name, f.state, f.detail) for f in status.fragments]
             assert time.monotonic() < deadline, f"not all pilots are back: {pilots}"
@@ -236,10 +244,6 @@ class Ground:
                     found.append(f"{name}: it holds epochs {gpu.epochs}")
                 found += ports_left(name, gpu.pid, grouped=gpus > 1)
         return found or self.census.left(status) or self.census.too_much(status)
-
-
-def _is_whole(fragment: FragmentStatus) -> bool:
-    return fragment.state in ("ready", "serving")
 
 
 def serves(status: StatusAnswer, gear: str) -> bool:

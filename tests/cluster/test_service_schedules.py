@@ -204,7 +204,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("part", range(2))
 def test_random_schedules(roomy: Course, part: int, capsys: Capture) -> None:
     """The first of the hundred below."""
