@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from flexslurm.errors import EnvironmentFault, SlurmError
+from flexslurm.errors import EnvironmentFault, ServiceError, SlurmError
 from flexslurm.wire.service_dir import Pilot, ServiceDir
 
 Say = Callable[[str], None]
@@ -25,7 +25,7 @@ class DemoCluster(Protocol):
         ...
 
     def preempt(self, pilot: Pilot, directory: ServiceDir) -> str:
-        """Have a pilot's GPUs taken; returns what was done, in words."""
+        """Have the GPUs of a pilot that runs taken; returns what was done, in words."""
         ...
 
     def give_back(self) -> None:
@@ -66,7 +66,10 @@ class SlurmCluster:
         from flexslurm.slurm.client import SlurmClient
 
         client = SlurmClient(load_section(Site, directory.site).slurm)
-        node = client.jobs([pilot.job_id])[pilot.job_id].nodes[0]
+        nodes = client.jobs([pilot.job_id])[pilot.job_id].nodes
+        if not nodes:
+            raise ServiceError(f"{pilot.fragment}, job {pilot.job_id}, has no node to be taken")
+        node = nodes[0]
         script = directory.path / "urgent.sh"
         script.write_text("#!/bin/sh\nexec sleep 600\n")
         job = client.submit(

@@ -31,6 +31,8 @@ STREAMS = 6
 TOKENS = 64
 _STREAMS_S = 300.0
 """The longest that all streams may take, the change in their midst included."""
+_POOL_S = 60.0
+"""How long the last pilots may take to come, when the service serves with the first."""
 _LAUNCH_ENDS_S = 30.0
 """What a launch that is told to end may take to cancel what it has submitted."""
 _MEMORY = {"a100": "240MiB", "l40s": "330MiB"}
@@ -142,6 +144,11 @@ class Story:
         return questions("smollm2", STREAMS, TOKENS)
 
     def _serving(self, directory: ServiceDir) -> StatusAnswer:
+        """In the gear of the whole pool, or of what has come of it after a while."""
+        pilots = directory.pilots()
+        assert pilots is not None
+        gpus = sum(pilot.gpus * pilot.nodes for pilot in pilots.pilots)
+        wait_for(lambda: _gpus_serving(directory) == gpus, _POOL_S, 0.25)
         answer = ask_status(directory)
         if answer.gear is None:
             raise ServiceError(f"the service does not serve: {answer.reason}")
@@ -276,6 +283,14 @@ def _join(threads: Iterable[threading.Thread], until: float) -> None:
             raise DeadlineExceeded(
                 "the demo's streams do not end", hint="run it with --keep and read the head's log"
             )
+
+
+def _gpus_serving(directory: ServiceDir) -> int:
+    """GPUs of the allocation whose gear serves."""
+    answer = _try_status(directory)
+    if answer is None or answer.gear is None or answer.state != ServiceState.SERVING:
+        return 0
+    return answer.gear.signature.gpus()
 
 
 def _try_status(directory: ServiceDir) -> StatusAnswer | None:

@@ -78,21 +78,13 @@ def plan_launch(
     outside of a job.
     """
     from flexslurm.cli.launch_table import service_table
-    from flexslurm.engine.checkpoint import check_files
-    from flexslurm.engine.families import check_model
-    from flexslurm.gateway.guard import load_api_keys
-    from flexslurm.gateway.text import TextModel
     from flexslurm.head.gear_tables import full_pool
     from flexslurm.head.main import head_command
     from flexslurm.head.pilot_specs import job_env
     from flexslurm.head.planning import ServicePlanner, check_plans
     from flexslurm.slurm.script import HeadSpec
 
-    check_files(check_model(service.model.path))
-    template = service.model.chat_template
-    TextModel.load(Path(service.model.path), Path(template) if template else None)
-    if service.gateway.api_keys_file is not None:
-        load_api_keys(Path(service.gateway.api_keys_file))  # the head would end for what is wrong
+    _check_what_the_head_reads(service)
     allocation = None
     if cluster == "local":
         site = _on_this_machine(site)
@@ -124,6 +116,20 @@ def plan_launch(
         service, site, directory, cluster, head_here, gear, without, pilots, head, facts, data,
         allocation,
     )  # fmt: skip
+
+
+def _check_what_the_head_reads(service: Service) -> None:
+    """The model and the keys: the head would end for what is wrong with them."""
+    from flexslurm.engine.checkpoint import check_files
+    from flexslurm.engine.families import check_model
+    from flexslurm.gateway.guard import load_api_keys
+    from flexslurm.gateway.text import TextModel
+
+    check_files(check_model(service.model.path))
+    template = service.model.chat_template
+    TextModel.load(Path(service.model.path), Path(template) if template else None)
+    if service.gateway.api_keys_file is not None:
+        load_api_keys(Path(service.gateway.api_keys_file))
 
 
 def _without_each(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexslurm.config.schema import nearest_hint
 from flexslurm.config.service import Service
-from flexslurm.config.site import GpuType, Site
+from flexslurm.config.site import GpuType, Partition, Site
 from flexslurm.config.sources import Loaded, load_service, load_site
 from flexslurm.config.units import TIME
 from flexslurm.config.yaml_text import Loc
@@ -93,27 +93,31 @@ def _check_partition(service: Loaded[Service], site: Loaded[Site], index: int) -
         words = f"the partition '{entry.partition}' has no {entry.gpu_type}"
         legal = f"it is found in {', '.join(fitting)}" if fitting else "no partition has it"
         raise service.error(at, words, legal)
-    partition = partitions[entry.partition]
-    most = partition.gpus_per_node
+    _check_limits(service, index, entry.partition, partitions[entry.partition])
+
+
+def _check_limits(service: Loaded[Service], index: int, name: str, partition: Partition) -> None:
+    """Whether the partition gives what an entry of the pool asks of it."""
+    entry, most = service.value.pool[index], partition.gpus_per_node
     for number, shape in enumerate(entry.all_shapes):
         if most is not None and shape.gpus > most:
             own: Loc = ("gpus",) if number == 0 else ("shapes", number - 1, "gpus")
             raise service.error(
                 ("pool", index, *own),
-                f"a node of '{entry.partition}' has at most {most} GPUs, not {shape.gpus}",
+                f"a node of '{name}' has at most {most} GPUs, not {shape.gpus}",
                 f"for {shape.gpus} GPUs ask for more nodes or a higher count",
             )
     if entry.preemptible is False and partition.preemptible:
         raise service.error(
             ("pool", index, "preemptible"),
-            f"Slurm may take jobs of '{entry.partition}'",
+            f"Slurm may take jobs of '{name}'",
             "choose a partition that the site file calls preemptible: false",
         )
     longest = partition.max_walltime
     if entry.walltime is not None and longest is not None and entry.walltime > longest:
         raise service.error(
             ("pool", index, "walltime"),
-            f"'{entry.partition}' allows at most {TIME.show(longest)}",
+            f"'{name}' allows at most {TIME.show(longest)}",
         )
 
 

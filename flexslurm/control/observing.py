@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -92,15 +92,7 @@ def observe(
     planner.meet(members.cards())
     best = planner.choose(signature_of(members.usable()))
     outlook = _outlook(now, known, current) if current is not None else Outlook()
-    options = []
-    for gear, words in _reachable(now, best, known, current).values():
-        ask = known.preview(now, gear)
-        if ask is not None:
-            price = ShiftPrice()
-            if current is not None:
-                price = _corrected(planner.price(ask), current.gear, watch.corrections)
-            after = _outlook(now, known, ask.new)
-            options.append(Option(gear, price, after, words))
+    options = tuple(_options(now, best, known, current))
     now_and_then = [option.gear for option in options] + [
         gear
         for one in (outlook, *(option.outlook for option in options))
@@ -116,7 +108,7 @@ def observe(
         best=best,
         best_with_leaving=planner.choose(signature_of(members.usable(leaving=True))),
         since_shift_s=None if last_shift_at is None else now - last_shift_at,
-        options=tuple(options),
+        options=options,
         outlook=outlook,
         windows=watch.windows(now),
         corrections=watch.corrections,
@@ -124,6 +116,20 @@ def observe(
         attained=watch.attained,
         first=first,
     )
+
+
+def _options(
+    now: float, best: Gear | NoGear, known: Known, current: InstalledGear | None
+) -> Iterator[Option]:
+    """What can be gone to, with what it costs and what may become of it."""
+    for gear, words in _reachable(now, best, known, current).values():
+        ask = known.preview(now, gear)
+        if ask is None:
+            continue
+        price = ShiftPrice()
+        if current is not None:
+            price = _corrected(known.planner.price(ask), current.gear, known.watch.corrections)
+        yield Option(gear, price, _outlook(now, known, ask.new), words)
 
 
 def _outlook(now: float, known: Known, gear: InstalledGear) -> Outlook:

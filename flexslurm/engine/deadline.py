@@ -45,30 +45,14 @@ def deadline_schedule(
     left = dict(budgets)
     chosen: list[Scheduled] = []
 
-    def worth(one: Candidate) -> tuple[float, int, str]:
-        """Tokens' worth of recompute saved per byte of the tightest source."""
-        tokens = one.blocks * block_tokens
-        saved = saved_tokens(tokens, attention_context)
-        share = max(
-            (
-                nbytes * one.blocks / max(budgets[source], 1)
-                for source, nbytes in one.bytes_per_block.items()
-                if source in budgets
-            ),
-            default=0.0,
-        )
+    def rank(one: Candidate) -> tuple[float, int, str]:
+        """Tokens of recompute saved for the share of the tightest source's budget, most first."""
+        saved = saved_tokens(one.blocks * block_tokens, attention_context)
+        share = _share(one, budgets)
         return (-saved / share if share > 0 else float("-inf"), -one.blocks, one.seq_id)
 
-    for one in sorted(candidates, key=worth):
-        fit = min(
-            (
-                left[source] // nbytes
-                for source, nbytes in one.bytes_per_block.items()
-                if source in left and nbytes > 0
-            ),
-            default=one.blocks,
-        )
-        blocks = min(one.blocks, fit)
+    for one in sorted(candidates, key=rank):
+        blocks = _fitting(one, left)
         if blocks <= 0:
             continue
         for source, nbytes in one.bytes_per_block.items():
@@ -76,6 +60,26 @@ def deadline_schedule(
                 left[source] -= blocks * nbytes
         chosen.append(Scheduled(one.seq_id, blocks))
     return tuple(chosen)
+
+
+def _share(one: Candidate, budgets: Mapping[str, int]) -> float:
+    """Of the budget of the source that has least for it, what the whole sequence takes."""
+    shares = (
+        nbytes * one.blocks / max(budgets[source], 1)
+        for source, nbytes in one.bytes_per_block.items()
+        if source in budgets
+    )
+    return max(shares, default=0.0)
+
+
+def _fitting(one: Candidate, left: Mapping[str, int]) -> int:
+    """How many of its blocks every source can still send."""
+    fits = (
+        left[source] // nbytes
+        for source, nbytes in one.bytes_per_block.items()
+        if source in left and nbytes > 0
+    )
+    return min((one.blocks, *fits))
 
 
 def saved_tokens(tokens: int, attention_context: float) -> float:

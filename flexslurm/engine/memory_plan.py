@@ -110,17 +110,7 @@ def memory_plan(
     that leaves its old one with KV. `arenas`: bytes by worker, of those that live. `grow_blocks`:
     how far each sequence may grow while the old gear serves on, bounded by its context.
     """
-    gpus: dict[str, _Gpu] = defaultdict(_Gpu)
-    for number, replica in enumerate(old):
-        stays = number in kept.values()
-        for seat, held in zip(replica.seats, replica.holdings, strict=True):
-            gpus[seat.worker].held.append(held)
-            if stays:
-                gpus[seat.worker].kept.append(held)
-    for number, replica in enumerate(new):
-        if number not in kept:
-            for seat, held in zip(replica.seats, replica.holdings, strict=True):
-                gpus[seat.worker].need.append(held)
+    gpus = _by_gpu(old, new, kept)
     stay = {before: number for number, before in kept.items()}
     moving = [one for one in live if one.replica not in stay]
     targets = {one.seq_id: stay[one.replica] for one in live if one.replica in stay} | dict(routes)
@@ -135,6 +125,24 @@ def memory_plan(
     if judged.verdict is MemoryVerdict.BESIDE:
         return judged
     return msgspec.structs.replace(judged, turn_layers=_turn_layers(shards, gpus, arenas))
+
+
+def _by_gpu(
+    old: Sequence[ReplicaAt], new: Sequence[ReplicaAt], kept: Mapping[int, int]
+) -> dict[str, _Gpu]:
+    """What each worker's GPU has and needs of weights; pages are still to be counted."""
+    gpus: dict[str, _Gpu] = defaultdict(_Gpu)
+    for number, replica in enumerate(old):
+        stays = number in kept.values()
+        for seat, held in zip(replica.seats, replica.holdings, strict=True):
+            gpus[seat.worker].held.append(held)
+            if stays:
+                gpus[seat.worker].kept.append(held)
+    for number, replica in enumerate(new):
+        if number not in kept:
+            for seat, held in zip(replica.seats, replica.holdings, strict=True):
+                gpus[seat.worker].need.append(held)
+    return gpus
 
 
 def _turn_layers(shards: ShardMap, gpus: Mapping[str, _Gpu], arenas: Mapping[str, int]) -> int:

@@ -75,17 +75,10 @@ class GatewayServer:
         server = _Embedded(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="gateway-server")
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                while not server.started:
-                    if task.done():
-                        task.result()
-                        raise EnvironmentFault("the API server ended while it started")
-                    await asyncio.sleep(0.005)
-        except BaseException as error:
+            await _started(server, task)
+        except BaseException:
             task.cancel()
             listener.close()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded("the API server did not start in time") from None
             raise
         listener.listen(BACKLOG)  # what the kernel holds, apart from what one turn takes
         lifecycle = app.state.lifecycle
@@ -104,6 +97,19 @@ class GatewayServer:
             self._server.force_exit = True
             self._task.cancel()
             await asyncio.wait((self._task,), timeout=CLOSE_TIMEOUT_S)
+
+
+async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    """Raises DeadlineExceeded or EnvironmentFault where it does not come up."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not server.started:
+                if task.done():
+                    task.result()
+                    raise EnvironmentFault("the API server ended while it started")
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise DeadlineExceeded("the API server did not start in time") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

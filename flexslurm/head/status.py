@@ -71,21 +71,7 @@ def status_answer(
             figures.finished.get(reason, 0) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         ),
         tokens_total=figures.tokens,
-        shifts=tuple(
-            {
-                "epoch": report.epoch,
-                "why": report.why,
-                "from": report.before,
-                "to": report.after,
-                "started_s_ago": round(now - report.started_at, 3),
-                "took_s": round(report.took_s, 3),
-                "outcome": report.outcome,
-                **_kept(report, judge),
-                **_moved(report),
-                **_installed(installs.figures(report.epoch)),
-            }
-            for report in control.history
-        ),
+        shifts=tuple(_shift(now, report, judge, installs) for report in control.history),
         uptime_s=now - started_at,
         judgement=judgement.words(),
         figures=judgement.figures(),
@@ -95,6 +81,23 @@ def status_answer(
         ),
         measured=measured(now, control),
     )
+
+
+def _shift(
+    now: float, report: ShiftReport, judge: Judge, installs: Installs
+) -> dict[str, float | str]:
+    return {
+        "epoch": report.epoch,
+        "why": report.why,
+        "from": report.before,
+        "to": report.after,
+        "started_s_ago": round(now - report.started_at, 3),
+        "took_s": round(report.took_s, 3),
+        "outcome": report.outcome,
+        **_kept(report, judge),
+        **_moved(report),
+        **_installed(installs.figures(report.epoch)),
+    }
 
 
 def _kept(report: ShiftReport, judge: Judge) -> dict[str, float | str]:

@@ -69,9 +69,7 @@ def _cut_greedily(
 
 
 def _cut_exactly(signature: Signature, groups: Counter[StageKind]) -> dict[int, Counter[int]]:
-    import numpy as np
-    from scipy.optimize import LinearConstraint, milp
-
+    """By an integer programme, which finds a cut where there is one. Raises Cannot."""
     sizes = {
         name: tuple(sorted({kind.tp for kind in groups if kind.gpu_type == name}))
         for name in {kind.gpu_type for kind in groups}
@@ -82,6 +80,30 @@ def _cut_exactly(signature: Signature, groups: Counter[StageKind]) -> dict[int, 
         if shape.gpu_type in sizes
         for pattern in patterns(shape.gpus, sizes[shape.gpu_type])
     ]
+    counts = _times_of(cuts, signature, groups)
+    left = {shape: [i for i, s in enumerate(signature.nodes()) if s == shape] for shape, _ in cuts}
+    wanted, result = Counter(groups), {}
+    for (shape, pattern), count in zip(cuts, counts, strict=True):
+        for _ in range(count):
+            taken: Counter[int] = Counter()
+            for tp in pattern:
+                kind = StageKind(shape.gpu_type, tp)
+                if wanted[kind] > 0:
+                    wanted[kind] -= 1
+                    taken[tp] += 1
+            if taken:
+                result[left[shape].pop(0)] = taken
+    assert not +wanted, f"{+wanted} have no place"
+    return result
+
+
+def _times_of(
+    cuts: Sequence[tuple[Shape, tuple[int, ...]]], signature: Signature, groups: Counter[StageKind]
+) -> list[int]:
+    """How many nodes are cut in each way, so that every group has a place."""
+    import numpy as np
+    from scipy.optimize import LinearConstraint, milp
+
     kinds = sorted(groups)
     rows = [
         [pattern.count(kind.tp) * (shape.gpu_type == kind.gpu_type) for shape, pattern in cuts]
@@ -100,20 +122,7 @@ def _cut_exactly(signature: Signature, groups: Counter[StageKind]) -> dict[int, 
     )
     if found.x is None:
         raise Cannot(f"{dict(groups)} do not fit into {signature}")
-    left = {shape: [i for i, s in enumerate(signature.nodes()) if s == shape] for shape, _ in cuts}
-    wanted, result = Counter(groups), {}
-    for (shape, pattern), count in zip(cuts, found.x, strict=True):
-        for _ in range(round(count)):
-            taken: Counter[int] = Counter()
-            for tp in pattern:
-                kind = StageKind(shape.gpu_type, tp)
-                if wanted[kind] > 0:
-                    wanted[kind] -= 1
-                    taken[tp] += 1
-            if taken:
-                result[left[shape].pop(0)] = taken
-    assert not +wanted, f"{+wanted} have no place"
-    return result
+    return [round(count) for count in found.x]
 
 
 def seat(signature: Signature, pipelines: Sequence[Sequence[StageKind]]) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from flexslurm.engine.ownership import Holding, KvBox, ReplicaAt
 from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.routing import LiveKv
 from flexslurm.engine.shift_plan import LinkRates, ShiftFacts, plan_shift
+from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 from flexslurm.planner.topology import Topology
 from tests.reshard_cases import BLOCK_TOKENS, CONFIGS, LAYERS, at, replica, shard_map
 
@@ -101,7 +102,7 @@ def test_widening_takes_the_whole_piece_anew() -> None:
     new = [at(2, 0, replica((1, 0, 6)), ["a/0"])]
     plan = memory_plan(shards, old, new, {}, [], {}, {"a/0": 1 << 30, "a/1": 1 << 30})
     split = sum(
-        footprint.aligned(piece.nbytes)
+        aligned(piece.nbytes)
         for piece in shards.pieces(Holding(0, 6, 1, 0))
         if not any(p.holds(piece) for p in shards.pieces(Holding(0, 6, 2, 0)))
     )
@@ -118,7 +119,7 @@ def test_narrowing_takes_nothing_and_keeps_the_span() -> None:
     assert here.new_weights == 0
     least = sum(piece.nbytes for piece in shards.pieces(Holding(0, 6, 3, 1)))
     count = len(shards.pieces(Holding(0, 6, 3, 1)))
-    assert least <= here.weights_after <= least + 2 * footprint.ALIGNMENT_BYTES * count
+    assert least <= here.weights_after <= least + 2 * ALIGNMENT_BYTES * count
 
 
 def test_what_does_not_fit_beside_is_said_to_the_byte() -> None:
