@@ -93,6 +93,10 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
+        """From the inventory to the end, which the head brings (or Ctrl-C); returns the exit code.
+
+        Raises EnvironmentFault for GPUs that are not there, DeadlineExceeded when no head comes.
+        """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in _LEAVE_SIGNALS:
@@ -101,7 +105,10 @@ class Agent:
         loop.add_signal_handler(signal.SIGCONT, lambda: None)
         gpu_type = self._site.gpu_types.get(self._options.gpu_type)
         if gpu_type is None:
-            raise EnvironmentFault(f"GPU type '{self._options.gpu_type}' is not in the site file")
+            raise EnvironmentFault(
+                f"GPU type '{self._options.gpu_type}' is not in the site file",
+                hint="launch the service again with the site file that has it",
+            )
         self._gpus = await asyncio.to_thread(
             gpus_of_node,
             self._options.gpu_type,
@@ -164,7 +171,10 @@ class Agent:
                 return None
             await self._or_ended(asyncio.sleep(_LOOK_EVERY_S))
         where = f" after {last.control}" if last is not None else ""
-        raise DeadlineExceeded(f"no head{where} within {self._options.head_wait_s:g} s")
+        raise DeadlineExceeded(
+            f"no head{where} within {self._options.head_wait_s:g} s",
+            hint="flexslurm launch starts one; its log says why it has ended",
+        )
 
     async def _serve(self, head: HeadAddress) -> None:
         """Work for this head until it falls silent, another is published, or the end."""

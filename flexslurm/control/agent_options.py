@@ -49,9 +49,12 @@ def slurm_identity(env: Mapping[str, str]) -> tuple[str, str | None, int]:
 
 
 def read_site(directory: ServiceDir) -> Site:
-    """The site file the service was launched with."""
+    """The site file the service was launched with. Raises ServiceError, ConfigError."""
     from flexslurm.config.schema import load_section
 
     if not directory.site.exists():
-        raise ServiceError(f"there is no service in {directory.path}")
+        raise ServiceError(
+            f"there is no service in {directory.path}",
+            hint="flexslurm launch makes it; every node must see it under the same path",
+        )
     return load_section(Site, Path(directory.site))

@@ -74,17 +74,23 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
+    """See `DecisionSettings` and `SchedulingSettings` of the service file."""
+
     min_action_gap_s: float = 180.0
+    """Between an optional shift and whatever shift was before it."""
     migration_benefit_ratio: float = 1.3
-    """1 asks for no gain: a gear is then left for any that is at least as fast."""
+    """Tokens after over tokens without, at least; 1 asks for no gain: a gear is then left for any
+    that is at least as fast."""
     eviction_risk_weight: float = 0.8
+    """Of losses that may come; 0 ignores them."""
     plans: tuple[str, ...] | None = None
     """Names of the only gears that may be installed; None: the table decides."""
     default_plan: str | None = None
     fallback_plan: str | None = None
     horizon_s: float = HORIZON_S
-    """Where no loss is known of."""
+    """Where no end is known of."""
     window_s: float = 300.0
+    """How long the windows are that measurements are averaged over."""
     targets: Targets = field(default_factory=Targets)
     """Tokens that miss them are of no use."""
 

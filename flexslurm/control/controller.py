@@ -43,7 +43,9 @@ MoveAction = PlanShift | ParkAll | ParkAway | DropAway | BeginTransfer | BeginCu
 class Effects(Protocol):
     """What the head lends the controller to act with."""
 
-    def send(self, member: str, message: Message) -> bool: ...
+    def send(self, member: str, message: Message) -> bool:
+        """To an agent or worker, by incarnation; False where it is not connected."""
+        ...
 
     def record(self, record: dict[str, Any], *, sync: bool = True) -> None:
         """On disk when it returns, with `sync`."""

@@ -134,6 +134,8 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
+    """An operator, or what keeps the pool, takes a pilot out of use or (`cordon` False) back."""
+
     fragment: str
     cordon: bool
     drain: bool = False
@@ -212,12 +214,18 @@ Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | Gear
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
+    """What a controller is made with; times in seconds."""
+
     head: str
+    """Its incarnation."""
     install: InstallSettings
     policy: PolicySettings
     gpu_types: frozenset[str]
+    """Those of the site file; agents with others are refused."""
     beat_s: float = 0.5
+    """Between two beats of a member."""
     lost_s: float = 5.0
+    """Silence after which a member counts as lost."""
     join_settle_s: float = 1.0
     """Wait this long after a join, so that companions are planned in with it."""
     loss_settle_s: float = 0.1

@@ -21,6 +21,8 @@ class Held(NamedTuple):
 
 
 class Holdings:
+    """What every worker holds, with the time it was told to close it; None: it was not."""
+
     def __init__(self) -> None:
         self._told: dict[Held, float | None] = {}
 

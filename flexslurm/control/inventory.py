@@ -36,7 +36,10 @@ def gpus_of_node(
     """
     if gpu_type.virtual is not None:
         if gpu_type.memory is None:
-            raise EnvironmentFault(f"the virtual GPU type '{name}' has no memory in the site file")
+            raise EnvironmentFault(
+                f"the virtual GPU type '{name}' has no memory in the site file",
+                hint=f"give it gpu_types.{name}.memory",
+            )
         memory = min(gpu_type.memory, _virtual_memory(env, fragment))
         return tuple(GpuInfo(i, memory, f"virtual-{name}-{i}") for i in range(count))
     found, held = _visible(env)

@@ -34,7 +34,10 @@ class GpuAt(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerRecord:
+    """A worker process on one GPU. Times are the head's, in seconds."""
+
     worker: str
+    """Its incarnation."""
     at: GpuAt
     state: WorkerState
     heard_at: float
@@ -47,6 +50,8 @@ class WorkerRecord:
 
 @dataclass(slots=True)
 class AgentRecord:
+    """A node of a pilot, as its agent tells of it. Times are the head's, in seconds."""
+
     hello: AgentHello
     heard_at: float
     state: AgentState = AgentState.READY
@@ -179,7 +184,7 @@ class Members:
         ]
 
     def arena_bytes(self, at: GpuAt, fraction: float) -> int:
-        """What a worker on this GPU may use."""
+        """What a worker on this GPU may use: `fraction` of the bytes that its card has."""
         gpus = self.agents[at.agent].hello.gpus
         return int(next(gpu.memory_bytes for gpu in gpus if gpu.index == at.gpu) * fraction)
 

@@ -31,7 +31,9 @@ class GearSource(Protocol):
         """What cards there are now: whatever is chosen from now on fits them."""
         ...
 
-    def choose(self, signature: Signature) -> Gear | NoGear: ...
+    def choose(self, signature: Signature) -> Gear | NoGear:
+        """The best gear for an allocation that is known at once; a better one may be planned."""
+        ...
 
     def look(self, signature: Signature) -> Gear | NoGear | None:
         """As `choose`, but only what is known: nothing is planned for it."""
@@ -65,7 +67,9 @@ class GearSource(Protocol):
         """How long parking the gear's live KV in files takes; None where it cannot be parked."""
         ...
 
-    def pacing(self, gear: Gear) -> dict[Slot, Pacing]: ...
+    def pacing(self, gear: Gear) -> dict[Slot, Pacing]:
+        """How virtual GPUs are to act, by slot; slots of real ones are left out."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def observe(
     *,
     first: bool,
 ) -> Observation:
-    """`first`: no gear has served yet."""
+    """What the policy is to decide from now; `first`: no gear has served yet."""
     members, planner, watch = known.members, known.planner, known.watch
     planner.meet(members.cards())
     best = planner.choose(signature_of(members.usable()))

@@ -18,8 +18,8 @@ that is lost on the way fails nothing: its sequences wait. A member of the new g
 does a replica that was to stay.
 
 `advance` looks at what is, not at what happened, so the order in which messages arrive does not
-matter. Every phase has a deadline: an answer that never comes ends the attempt, save for TRANSFER,
-which then goes on with what has been moved.
+matter. Every phase has a deadline: an answer that never comes ends the attempt, save for PARK and
+TRANSFER, which then go on with what has been moved.
 """
 
 from __future__ import annotations

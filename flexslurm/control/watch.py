@@ -21,6 +21,8 @@ _MOST_GEARS = 16
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
+    """How often samples come, and how much of them a window is."""
+
     interval_s: float = 10.0
     window_s: float = 300.0
     kind_of: Callable[[str], str] = lambda fragment: ""

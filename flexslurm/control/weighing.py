@@ -23,7 +23,9 @@ class Weighed:
 
     option: Option
     stay: float
+    """Useful tokens over the horizon where nothing is done."""
     shift: float
+    """The same of going there, what the shift costs taken off."""
     rate: float
     """Useful tokens per second after the shift."""
     stay_rate: float
