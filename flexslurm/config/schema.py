@@ -121,7 +121,10 @@ def parse_section(
 def check_text(
     kind: type[S], text: str, file: str, assignments: Sequence[Assignment] = ()
 ) -> Checked[S]:
-    """As parse_section, keeping where each value comes from; later assignments win."""
+    """As parse_section, keeping where each value comes from; later assignments win.
+
+    Raises ConfigError.
+    """
     data, noted = read_yaml(text, file)
     places = dict(noted)
     if data is None:

@@ -79,7 +79,8 @@ class Checkpoint:
     def locate(self, info: ModelInfo, tensor: TensorLayout, layer: int | None) -> StoredTensor:
         """Where a tensor of the stage is, with its shape and type checked.
 
-        `layer` is the number in the whole model, None for what is outside the layers.
+        `layer` is the number in the whole model, None for what is outside the layers. Raises
+        ModelError naming the file.
         """
         found = self.find(stored_names(info, tensor.name, layer))
         if found.shape != tensor.shape:

@@ -172,7 +172,10 @@ class Installer:
         runner.free((0,))
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
-        """Tell the head at each new phase and twice a second; the place where installs end."""
+        """Tell the head at each new phase and twice a second; the place where installs end.
+
+        Raises StaleEpoch when the epoch is over, DeadlineExceeded when its time is.
+        """
         if self._stopped():
             raise StaleEpoch(f"epoch {self._install.epoch} is over")
         now = time.monotonic()

@@ -104,6 +104,7 @@ class FileSet(ParkedSet):
         self._crcs = index.crcs
 
     def read(self, first: int, last: int) -> memoryview:
+        """Pages `[first, last)`. Raises ProtocolError for a file that is short or damaged."""
         size = self.box.page_bytes
         data = os.pread(self._file.fileno(), (last - first) * size, first * size)
         if len(data) != (last - first) * size:

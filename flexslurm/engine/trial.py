@@ -206,7 +206,10 @@ def _cuts_that_fit(
 
 
 def probes_of(grid: Grid, model_context: int) -> tuple[Probe, ...]:
-    """What is measured, the quick ones first; without an inner stage the first's are left out."""
+    """What is measured, the quick ones first; without an inner stage the first's are left out.
+
+    Raises ConfigError for a grid that holds no step.
+    """
     context = min(grid.max_context, model_context)
     if min(grid.max_batch, grid.max_tokens, grid.block_tokens) < 1 or context < 2:
         raise ConfigError("a profile needs at least one sequence and two tokens of context")

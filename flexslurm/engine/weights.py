@@ -129,6 +129,7 @@ class FileSource:
         """Copy `[lo, hi)` along `dim` of a tensor into `out` (any strides and dtype).
 
         Yields the bytes of `out` as they are done, so that progress shows inside large tensors.
+        Raises ModelError for a file that cannot be read.
         """
         stored = self._locate(part)
         try:

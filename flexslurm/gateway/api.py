@@ -218,6 +218,7 @@ class Gateway:
     # -- tokens
 
     async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text or of rendered messages. Raises InvalidRequest."""
         translate.check_model_name(body.model, self.model)
         translate.check_unlisted(body.unlisted, list(TokenizeBody.model_fields))
         if (body.prompt is None) == (body.messages is None):

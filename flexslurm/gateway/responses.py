@@ -12,6 +12,8 @@ _encoder = msgspec.json.Encoder()
 
 
 class Usage(msgspec.Struct):
+    """Tokens of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -22,6 +24,8 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> Usage:
 
 
 class ErrorBody(msgspec.Struct):
+    """What is wrong, in OpenAI's form."""
+
     message: str
     type: str
     param: str | None
@@ -29,10 +33,14 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
+    """The body of every error."""
+
     error: ErrorBody
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):
+    """The model that is served."""
+
     id: str
     object: str = "model"
     created: int
@@ -42,6 +50,8 @@ class ModelEntry(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """The answer of /v1/models."""
+
     object: str = "list"
     data: list[ModelEntry]
 
@@ -59,6 +69,8 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
+    """One answer to a prompt, or a part of it."""
+
     index: int
     text: str
     logprobs: TextLogprobs | None = None
@@ -83,12 +95,16 @@ class TextCompletion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
+    """One of the likeliest tokens at a position."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(msgspec.Struct):
+    """A token of the answer, with the likeliest at its position."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -96,17 +112,23 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
+    """Chat's form: a list of tokens."""
+
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class ChatMessageOut(msgspec.Struct, kw_only=True):
+    """The answer of a chat."""
+
     role: str = "assistant"
     content: str
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer of a chat."""
+
     index: int
     message: ChatMessageOut
     logprobs: ChatLogprobs | None = None
@@ -116,6 +138,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
     id: str
     object: str = "chat.completion"
     created: int
@@ -126,11 +150,15 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What a chunk adds."""
+
     role: str | None = None
     content: str | None = None
 
 
 class DeltaChoice(msgspec.Struct, kw_only=True):
+    """A part of one answer of a chat."""
+
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -140,6 +168,8 @@ class DeltaChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
+    """A chunk of a streamed answer."""
+
     id: str
     object: str = "chat.completion.chunk"
     created: int

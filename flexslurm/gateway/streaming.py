@@ -48,6 +48,7 @@ class Lifecycle:
         self._idle.set()
 
     def check(self) -> None:
+        """Raises NotServing where no new session may begin."""
         if self.stopping is not None:
             raise NotServing(self.stopping)
 

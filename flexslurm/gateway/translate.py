@@ -52,7 +52,7 @@ class GenerationPlan:
 
 
 def check_model_name(name: str | None, card: ModelCard) -> None:
-    """A request without a model means the one that is served."""
+    """A request without a model means the one that is served. Raises UnknownModel."""
     if name is not None and name != card.name:
         raise UnknownModel(
             f"the model '{name}' is not served here", param="model", hint=f"'{card.name}' is"
@@ -60,7 +60,7 @@ def check_model_name(name: str | None, card: ModelCard) -> None:
 
 
 def check_unlisted(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse fields that would change the answer and that we do not know or cannot do."""
+    """Raises InvalidRequest for fields that would change the answer and that we do not have."""
     for name, value in given.items():
         if name in HARMLESS or value is None or value is False or value in ([], {}):
             if name not in HARMLESS and name not in UNSUPPORTED:
@@ -79,7 +79,7 @@ def _refuse_unknown(name: str, known: Sequence[str]) -> None:
 
 
 def check_generation(body: GenerationBody, bounds: Bounds) -> None:
-    """What both endpoints refuse alike, beyond types and ranges."""
+    """What both endpoints refuse alike, beyond types and ranges. Raises InvalidRequest."""
     check_unlisted(body.unlisted, list(type(body).model_fields))
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
@@ -99,6 +99,7 @@ def check_generation(body: GenerationBody, bounds: Bounds) -> None:
 
 
 def check_completion(body: CompletionBody, bounds: Bounds) -> None:
+    """Whether this can be completed here. Raises InvalidRequest naming the field."""
     check_generation(body, bounds)
     if (body.n or 1) * len(body.prompt) > bounds.sequences:
         raise InvalidRequest(
@@ -122,6 +123,7 @@ def check_completion(body: CompletionBody, bounds: Bounds) -> None:
 
 
 def check_chat(body: ChatBody, bounds: Bounds) -> None:
+    """Whether this can be answered here. Raises InvalidRequest naming the field."""
     check_generation(body, bounds)
     if body.tools and body.tool_choice != "none":
         raise InvalidRequest(
@@ -192,7 +194,7 @@ def _part_text(index: int, number: int, part: Mapping[str, Any]) -> str:
 
 
 def check_prompt(tokens: Sequence[int], text: TextModel, param: str) -> Tokens:
-    """Not empty, and every id one the model has."""
+    """Not empty, and every id one the model has. Raises InvalidRequest naming `param`."""
     if not tokens:
         raise InvalidRequest("the prompt has no tokens", param=param)
     if min(tokens) < 0 or max(tokens) >= text.vocab_size:

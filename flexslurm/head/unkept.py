@@ -99,6 +99,7 @@ class UnkeptPool:
         return f"{fragment} had ended: it is started again"
 
     def release(self, node: str, members: Members) -> str:
+        """Raises ServiceError: a pilot goes whole, or not at all."""
         raise ServiceError(
             f"nobody keeps this pool, so that '{node}' cannot be given back alone",
             hint="flexslurm drain ends a whole pilot; see keeping.enabled",

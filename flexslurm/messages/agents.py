@@ -8,6 +8,8 @@ from flexslurm.messages.base import Message
 
 
 class GpuInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A GPU that an agent holds, with the bytes of it that nobody else does."""
+
     index: int
     memory_bytes: int
     uuid: str = ""
@@ -33,21 +35,25 @@ class AgentHello(Message, frozen=True, tag="agent.hello"):
 
 
 class AgentBeat(Message, frozen=True, tag="agent.beat"):
+    """Proof that an agent lives, every `Welcome.beat_s`."""
+
     incarnation: str
     number: int
 
 
 class LeaveNotice(Message, frozen=True, tag="agent.leave"):
-    """These GPUs will be taken: by a signal, by walltime, by an operator."""
+    """A signal says that these GPUs will be taken."""
 
     incarnation: str
     source: str
-    """What told: `SIGTERM`, `SIGUSR1`, `walltime`, `cancel`."""
+    """What told: the signal, as `SIGTERM`."""
     grace_s: float
     """Seconds in which the agent still answers; 0 where none is promised."""
 
 
 class WorkerStarted(Message, frozen=True, tag="agent.worker_started"):
+    """A worker's process is there; it says hello itself. `start_s`: how long that took."""
+
     incarnation: str
     gpu: int
     worker: str
@@ -57,6 +63,8 @@ class WorkerStarted(Message, frozen=True, tag="agent.worker_started"):
 
 
 class WorkerDied(Message, frozen=True, tag="agent.worker_died"):
+    """A worker's process has ended, or could not be started (then `worker` is empty)."""
+
     incarnation: str
     gpu: int
     worker: str
@@ -116,11 +124,15 @@ class NodeReadings(Message, frozen=True, tag="agent.node"):
 
 
 class AgentBye(Message, frozen=True, tag="agent.bye"):
+    """The agent ends."""
+
     incarnation: str
     reason: str
 
 
 class Welcome(Message, frozen=True, tag="head.welcome"):
+    """The answer to `AgentHello` and to each `AgentBeat`."""
+
     head: str
     beat_s: float
     """Send an AgentBeat this often."""

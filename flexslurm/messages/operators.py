@@ -12,7 +12,7 @@ from flexslurm.messages.base import Message
 
 
 class StatusAsk(Message, frozen=True, tag="ask.status"):
-    pass
+    """Answered by `StatusAnswer`."""
 
 
 class StopAsk(Message, frozen=True, tag="ask.stop"):
@@ -75,11 +75,15 @@ class ShiftAnswer(Message, frozen=True, tag="answer.shift"):
 
 
 class AskRefused(Message, frozen=True, tag="answer.refused"):
+    """The head does not do it, and why."""
+
     message: str
     hint: str | None = None
 
 
 class AskDone(Message, frozen=True, tag="answer.done"):
+    """It is done, or begun; in words."""
+
     message: str = ""
 
 
@@ -97,6 +101,8 @@ class ServiceState(StrEnum):
 
 
 class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU, its worker and the slot that the worker fills."""
+
     index: int
     worker: str | None
     slot: str | None
@@ -109,6 +115,8 @@ class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A pilot's node, or a pilot that has no agent."""
+
     name: str
     job_id: str | None
     node: str | None
@@ -121,6 +129,8 @@ class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusAnswer(Message, frozen=True, tag="answer.status"):
+    """What the service runs on, in which gear and why; totals are since the head began."""
+
     service: str
     head: str
     endpoint: str

@@ -9,6 +9,8 @@ from flexslurm.messages.base import Message
 
 
 class WorkerHello(Message, frozen=True, tag="worker.hello"):
+    """First message of a worker, repeated until `WorkerWelcome`."""
+
     protocol: int
     worker: str
     agent: str
@@ -28,6 +30,8 @@ class WorkerBeat(Message, frozen=True, tag="worker.beat"):
 
 
 class InstallProgress(Message, frozen=True, tag="worker.progress"):
+    """How far an install is: its phase, and what is done of the phase's bytes."""
+
     worker: str
     epoch: int
     phase: str
@@ -62,6 +66,8 @@ class Installed(Message, frozen=True, tag="worker.installed"):
 
 
 class InstallFailed(Message, frozen=True, tag="worker.install_failed"):
+    """The stage cannot be built here, and nothing of it is kept."""
+
     worker: str
     epoch: int
     reason: str
@@ -108,6 +114,8 @@ class Pacing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerWelcome(Message, frozen=True, tag="head.worker_welcome"):
+    """The answer to `WorkerHello` and to each `WorkerBeat`; as `Welcome`."""
+
     head: str
     beat_s: float
     lost_s: float

@@ -18,7 +18,7 @@ class Config:
         self._values, self.family = values, family
 
     def whole(self, key: str, default: object = _ABSENT, least: int = 1, most: int = 2**30) -> int:
-        """A whole number from `least` to `most`."""
+        """A whole number from `least` to `most`. Raises ModelError, as all of these do."""
         value = self._values.get(key)
         if value is None:
             if default is _ABSENT:
@@ -363,7 +363,7 @@ FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
 def read_config(
     config: Mapping[str, object], dtype: str, kv_dtype: str | None = None, name: str | None = None
 ) -> ModelSpec:
-    """As `ModelSpec.from_config`."""
+    """As `ModelSpec.from_config`. Raises ModelError."""
     for item in (dtype, kv_dtype):
         if item is not None:
             item_bytes(item)

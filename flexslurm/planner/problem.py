@@ -124,7 +124,7 @@ class Problem:
         return tuple(StageKind(gpu_type, tp) for tp in range(1, most + 1))
 
     def cost(self, kind: StageKind, lo: int, hi: int) -> StageCost:
-        """Coefficients of the stage `[lo, hi)` on this kind."""
+        """Coefficients of the stage `[lo, hi)` on this kind. Raises ConfigError."""
         gpu = self.topology.gpu(kind.gpu_type)
         acts = gpu.acts_model
         if acts is not None and acts not in self.acted:

@@ -272,7 +272,10 @@ def estimates_of(pipelines: Sequence[TablePipeline], block_tokens: int) -> Estim
 
 
 def strides(pool: Signature) -> tuple[int, ...]:
-    """What one node more of each of the pool's shapes adds to a key."""
+    """What one node more of each of the pool's shapes adds to a key.
+
+    Raises ConfigError where 64 bits do not hold the keys.
+    """
     result = []
     step = 1
     for _, count in reversed(pool.counts):

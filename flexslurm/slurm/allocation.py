@@ -277,6 +277,7 @@ class AllocationSubmitter:
             (directory / "end").touch()
 
     def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Raises SlurmError: a step is no job."""
         raise SlurmError(f"{job_id} is not a job of Slurm that could be made smaller")
 
     def preview(self, spec: PilotSpec | HeadSpec) -> str:

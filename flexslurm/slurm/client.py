@@ -211,7 +211,7 @@ class SlurmClient:
         return "".join(f"{line}\n" for line in lines)
 
     def version(self) -> tuple[int, int, int]:
-        """Major, minor and micro of the commands, as (22, 5, 8)."""
+        """Major, minor and micro of the commands, as (22, 5, 8). Raises SlurmError."""
         out = self.call("scontrol", "--version").out
         found = release_in(out)
         if found is None:

@@ -50,7 +50,7 @@ class LocalSubmitter:
         self._as_steps = steps
 
     def submit(self, spec: PilotSpec | HeadSpec, *, place: str | None = None) -> str:
-        """Start it; `place` is noted for `places`."""
+        """Start it; `place` is noted for `places`. Returns its id; raises EnvironmentFault."""
         directory: Path | None = None
         keeper: tuple[int, int] | None = None
         try:
@@ -118,7 +118,10 @@ class LocalSubmitter:
         return info
 
     def preempt(self, job_id: str, *, grace_s: float, away_s: float = 1.0) -> None:
-        """Take the job's GPUs as Slurm would: SIGTERM, `grace_s`, SIGKILL; back after `away_s`."""
+        """Take the job's GPUs as Slurm would: SIGTERM, `grace_s`, SIGKILL; back after `away_s`.
+
+        Raises SlurmError where it does not run.
+        """
         keeper = self._keeper(job_id)
         if keeper is None or self._state(job_id).state is not JobState.RUNNING:
             raise SlurmError(f"the local job {job_id} does not run")
@@ -126,6 +129,7 @@ class LocalSubmitter:
         processes.send(keeper, signal.SIGUSR1)
 
     def resize(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Raises SlurmError: a local process is no job."""
         raise SlurmError(f"{job_id} is not a job of Slurm that could be made smaller")
 
     def preview(self, spec: PilotSpec | HeadSpec) -> str:

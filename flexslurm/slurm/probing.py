@@ -64,7 +64,7 @@ def on_slurm(
 
 
 def on_this_machine(site: Site | None, options: ProbeOptions, say: Say) -> ProbeResult:
-    """Measure between processes of this machine, by mpiexec."""
+    """Measure between processes of this machine, by mpiexec. Raises EnvironmentFault."""
     library_name()
     found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:

@@ -138,7 +138,10 @@ class Sandbox:
         return SandboxStatus(self.home, True, daemons, "\n".join(parts))
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command against this Slurm with our own terminal; its exit status."""
+        """Run a command against this Slurm with our own terminal; its exit status.
+
+        Raises EnvironmentFault where no sandbox is up, or there is no such command.
+        """
         if self._layout_now() is None:
             raise EnvironmentFault(
                 f"no sandbox is up in {self.home}", hint="flexslurm sandbox up --dir DIR"
@@ -155,7 +158,10 @@ class Sandbox:
     # -------------------------------------------------------------------------------- drills
 
     def kill(self, name: str) -> None:
-        """Take away munged, slurmctld, or a node with all that runs on it, as a crash does."""
+        """Take away munged, slurmctld, or a node with all that runs on it, as a crash does.
+
+        Raises EnvironmentFault where it does not run.
+        """
         members = self._members()
         found = self._running().of(name, members)
         if not found:

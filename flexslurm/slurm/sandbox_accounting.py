@@ -125,7 +125,10 @@ def make_tables(program: str, layout: Layout, env: Mapping[str, str]) -> None:
 
 
 def wait_for_database(layout: Layout, deadline: float) -> None:
-    """Until it takes connections: slurmdbd looks again only every five seconds."""
+    """Until it takes connections: slurmdbd looks again only every five seconds.
+
+    `deadline`: of the monotonic clock. Raises EnvironmentFault.
+    """
     path = layout.log / "mariadbd.log"
     while time.monotonic() < deadline:
         if path.exists() and "ready for connections" in path.read_text(errors="replace"):

@@ -109,6 +109,7 @@ def free_ports(names: Sequence[str]) -> dict[str, int]:
     """A free port for each name, outside the range of outgoing connections.
 
     Nothing holds them afterwards: whoever binds must be ready to lose the race and ask again.
+    Raises EnvironmentFault where so many are not free.
     """
     low, high = _port_range()
     candidates = random.sample(range(low, high), min(high - low, 40 * len(names) + 200))

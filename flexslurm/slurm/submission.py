@@ -33,7 +33,7 @@ class GuardedExecutor(SlurmExecutor):  # type: ignore[misc]
         return 2
 
     def submit_command(self) -> str:
-        """Submit; the job's id."""
+        """Submit; the job's id. Raises EnvironmentFault, SlurmError."""
         try:
             job = self.submit(become, self._spec.command, dict(self._spec.env))
         except OSError as error:

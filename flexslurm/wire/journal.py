@@ -72,7 +72,7 @@ def read_journal(path: Path) -> tuple[list[Record], int]:
 
 
 def scan(path: Path, take: Callable[[Record], None]) -> int:
-    """As `read_journal`, record by record; returns the length of what is whole."""
+    """As `read_journal`, record by record; returns the bytes that are whole."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
