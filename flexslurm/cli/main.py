@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("flexslurm.cli.service_commands:logs", "Show the logs of a service's processes."),
     "stop": ("flexslurm.cli.service_commands:stop", "End a service and its jobs."),
     "cordon": (
-        "flexslurm.cli.service_commands:cordon",
+        "flexslurm.cli.shift_commands:cordon",
         "Take no new work on some nodes of a service.",
     ),
     "shift": (

@@ -1,4 +1,4 @@
-"""`flexslurm launch`, `status`, `logs`, `stop`, `cordon`: a service from its start to its end."""
+"""`flexslurm launch`, `status`, `logs`, `stop`: a service from its start to its end."""
 
 from __future__ import annotations
 
@@ -243,20 +243,3 @@ def stop(service: str | None, drain: float, timeout: float, service_dir: str | N
     from flexslurm.cli.stopping import stop_service
 
     stop_service(find_service(service, service_dir), drain, timeout, _say)
-
-
-@click.command()
-@shared.SERVICE
-@click.argument("pilot", required=False)
-@click.option("--undo", is_flag=True, help="Take it into use again.")
-@shared.SERVICE_DIR
-def cordon(service: str | None, pilot: str | None, undo: bool, service_dir: str | None) -> None:
-    """Move a service off a pilot without ending the pilot."""
-    from flexslurm.cli.ask import ask
-    from flexslurm.messages import AskDone, CordonAsk
-
-    service, pilot = shared.of_service(service, pilot, "pilot")
-    directory = find_service(service, service_dir)
-    answer = ask(directory, CordonAsk(fragment=pilot, cordon=not undo), timeout_s=5.0)
-    if isinstance(answer, AskDone):
-        click.echo(answer.message)
