@@ -144,9 +144,18 @@ def _launched(ask: ServeAsk, home: Path) -> Iterator[Any]:
     try:
         submitting.execute(plan, _silent)
         launch.wait_until_serving(plan, _silent, START_S)
+        _until(lambda: _is_whole(directory, len(plan.pilots)), START_S, "not all pilots came")
         yield directory
     finally:
         stop_service(directory, 0.0, 30.0, _silent)
+
+
+def _is_whole(directory: Any, pilots: int) -> bool:
+    """All are there: a service may answer before the last has come, and goes into another gear."""
+    from flexslurm.cli.ask import ask_status
+
+    here = [one.state in ("ready", "serving") for one in ask_status(directory).fragments]
+    return len(here) == pilots and all(here)
 
 
 def _silent(_: str) -> None:
@@ -154,7 +163,7 @@ def _silent(_: str) -> None:
 
 
 def _into(directory: Any, layout: str) -> None:
-    """Shift into the layout where the gear table has chosen another."""
+    """Shift into the layout; where it is in place already, have it stay."""
     from flexslurm.cli.ask import ask, ask_status
     from flexslurm.messages import ServiceState, ShiftAsk
 
@@ -163,8 +172,6 @@ def _into(directory: Any, layout: str) -> None:
         gear = status.gear
         return gear is not None and gear.layout() == layout and status.state is ServiceState.SERVING
 
-    if there():
-        return
     ask(directory, ShiftAsk(to=layout), 15.0)
     _until(there, START_S, f"the service did not go into {layout}")
 

@@ -51,9 +51,15 @@ def file_of(site: Path) -> Path:
 
 
 def test_a_group_of_two_ranks(tiny_model: Path, site: Path, capsys) -> None:
+    """What a layer or a head takes is a difference, which a busy machine may make nothing."""
     profile = profiled(tiny_model, site, "plain", 2)
     assert (profile.model, profile.kind, profile.dtype) == ("llama", ("plain", 2), "float64")
-    assert profile.layer_s(4, 100, 100, 4) > 0 and profile.last(4) > 0 and profile.load_layer_s > 0
+    rows = [line.split(",") for line in file_of(site).read_text().splitlines()]
+    assert {row[2] for row in rows if row[0] == "decode"} >= {"1", "4"}
+    assert {row[2] for row in rows if row[0] == "last"} == {"1", "4"}
+    assert {"load", "first", "step", "prefill"} < {row[0] for row in rows}
+    assert 0 <= profile.layer_s(4, 100, 100, 4) < math.inf and 0 <= profile.last(4) < math.inf
+    assert profile.load_layer_s > 0
     said = capsys.readouterr()
     assert said.out.strip().endswith("llama-plain-tp2-float64.csv")
     assert "decode, 4 x 1 tokens of 48" in said.err
@@ -70,8 +76,6 @@ def test_an_acting_gpu_takes_the_time_of_the_model_it_acts(tiny_model: Path, sit
     assert layer_s / 4 < profile.layer_s(1, 32, 32, 1) < 4 * layer_s
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_what_a_cycle_takes_besides_the_stage(tiny_model: Path, site: Path, capsys) -> None:
     """Served by a group of two that acts a step of 20 ms: head and messages come on top.
 
@@ -90,7 +94,7 @@ def test_a_service_that_cannot_be_leaves_the_rest(tiny_model: Path, site: Path, 
     site.write_text(SITE.replace("plain: {memory: 64MiB", "plain: {memory: 1500kB"))
     profile = profiled(tiny_model, site, "plain", 1, "--serve")
     assert "do not hold the whole model" in capsys.readouterr().err
-    assert profile.head is None and profile.layer_s(4, 100, 100, 4) > 0
+    assert profile.head is None and 0 <= profile.layer_s(4, 100, 100, 4) < math.inf
 
 
 def test_errors_are_those_of_the_trial(tiny_model: Path, site: Path, capsys) -> None:
