@@ -56,7 +56,7 @@ def plan(
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     home = tmp_path_factory.mktemp("limits")
-    with running(home, tiny_service(tiny_model, POOL), tiny_site()) as service:
+    with running(home, tiny_service(tiny_model, POOL, lost_after="6s"), tiny_site()) as service:
         yield service
 
 

@@ -13,6 +13,7 @@ import pytest
 from flexslurm.cli import launch as launching
 from flexslurm.cli import submitting
 from tests.service_harness import (
+    SLOWLY,
     Ask,
     Oracle,
     RunningService,
@@ -36,8 +37,9 @@ POOL = [("a100", 2, 2), ("l40s", 2, 1)]
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     """Six virtual GPUs so small that the model needs at least four of them."""
     home = tmp_path_factory.mktemp("service")
-    site = tiny_site(a100="700kB", l40s="500kB")
-    with running(home, tiny_service(tiny_model, POOL, memory_fraction=1.0), site) as service:
+    site = tiny_site(2 * SLOWLY, a100="700kB", l40s="500kB")
+    settings = tiny_service(tiny_model, POOL, memory_fraction=1.0, lost_after="6s")
+    with running(home, settings, site) as service:
         yield service
 
 
@@ -52,8 +54,7 @@ def whole(service: RunningService) -> Iterator[RunningService]:
     service.until(serves(FULL))
     yield service
     service.until(serves(FULL))
-    status = service.status()
-    assert status.running == 0 and status.waiting == 0 and status.kv_used == 0.0
+    service.until(lambda s: s.running == 0 and s.waiting == 0 and s.kv_used == 0.0)
 
 
 def test_undisturbed_streams_have_the_tokens_of_transformers(

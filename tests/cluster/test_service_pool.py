@@ -9,6 +9,7 @@ import pytest
 from flexslurm.messages import StatusAnswer
 from flexslurm.slurm.local import LocalSubmitter
 from tests.service_harness import (
+    SLOWLY,
     check,
     finish,
     in_the_middle,
@@ -30,9 +31,9 @@ def serves_all(status: StatusAnswer) -> bool:
 def test_a_cancelled_and_a_killed_pilot_come_back_and_streams_go_on(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    asked = tiny_service(tiny_model, [("a100", 1, 2), ("l40s", 1, 1)])
+    asked = tiny_service(tiny_model, [("a100", 1, 2), ("l40s", 1, 1)], lost_after="6s")
     asked["keeping"] = {"retry": "1s", "quick_death": "0s"}
-    with running(tmp_path, asked, tiny_site()) as service:
+    with running(tmp_path, asked, tiny_site(SLOWLY)) as service:
         service.until(serves_all)
         before = service.directory.pilots()
         assert before is not None
@@ -43,7 +44,7 @@ def test_a_cancelled_and_a_killed_pilot_come_back_and_streams_go_on(
         gone = {service.job_of("l40s-1"), service.job_of("a100-2")}
         owner.cancel([service.job_of("l40s-1")])
         service.kill("--fragment a100-2")
-        service.until(lambda s: not gone & {f.job_id for f in s.fragments} and serves_all(s), 60)
+        service.until(lambda s: not gone & {f.job_id for f in s.fragments} and serves_all(s))
         finish(threads, 60)
         check(asks, oracle(tiny_model, asks))
         after = service.directory.pilots()

@@ -15,6 +15,7 @@ from flexslurm.head.light_checkpoint import LightCheckpoint
 from flexslurm.messages import ShiftAnswer, ShiftAsk
 from tests.service_harness import (
     MOST_TOKENS,
+    SLOWLY,
     Ask,
     Oracle,
     RunningService,
@@ -26,7 +27,7 @@ from tests.service_harness import (
 
 pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(180)]
 POOL = [("a100", 4, 1)]
-LONG = 200
+LONG = 120
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
     home = tmp_path_factory.mktemp("shifts")
     settings = tiny_service(tiny_model, POOL, lost_after="10s")  # nobody is silent here
     settings["executor"] = {"checkpoint_dir": str(home / "kept")}
-    site = tiny_site()
-    site["gpu_types"]["a100"]["virtual"] = {"speed": 0.4}  # so that streams outlast a walk
-    with running(home, settings, site) as service:
+    with running(home, settings, tiny_site(SLOWLY)) as service:
         yield service
 
 
@@ -57,7 +56,7 @@ def layout(*stages: int | tuple[int, int]) -> str:
 
 def shift_to(service: RunningService, gear: str) -> dict[str, float | str]:
     """Go into a gear; the history's line of it."""
-    answer = ask(service.directory, ShiftAsk(to=gear), 10.0)
+    answer = ask(service.directory, ShiftAsk(to=gear), 30.0)
     assert isinstance(answer, ShiftAnswer)
     status = service.until(
         lambda s: s.state == "serving" and s.gear is not None and s.gear.layout() == answer.to
@@ -133,7 +132,7 @@ def test_what_lives_where_is_written_down(service: RunningService) -> None:
 def test_a_dry_run_says_what_would_move_and_moves_nothing(service: RunningService) -> None:
     shift_to(service, layout(1))
     before = service.status()
-    answer = ask(service.directory, ShiftAsk(to=layout(2, 1), dry_run=True), 10.0)
+    answer = ask(service.directory, ShiftAsk(to=layout(2, 1), dry_run=True), 30.0)
     assert isinstance(answer, ShiftAnswer) and answer.epoch == 0
     said = "\n".join(answer.lines)
     assert "weights:" in said and "memory: both gears fit" in said and "pause" in said
@@ -156,12 +155,12 @@ def test_a_wrong_gear_is_answered_with_the_legal_ones(
     service: RunningService, gear: str, said: str
 ) -> None:
     with pytest.raises(ServiceError) as caught:
-        ask(service.directory, ShiftAsk(to=gear), 10.0)
+        ask(service.directory, ShiftAsk(to=gear), 30.0)
     assert said in str(caught.value)
 
 
 def test_best_gives_the_choice_back(service: RunningService) -> None:
     shift_to(service, layout(1, 1))
     assert "asked for by" in service.status().reason
-    ask(service.directory, ShiftAsk(to="best"), 10.0)
+    ask(service.directory, ShiftAsk(to="best"), 30.0)
     service.until(lambda s: s.state == "serving" and "asked for" not in s.reason)
