@@ -15,7 +15,7 @@ from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # Lines that install, or set a user's shell: this installation stands for them.
 NOT_HERE = ("python3 -m venv", "/opt/flexslurm/bin/pip", "export ")
 

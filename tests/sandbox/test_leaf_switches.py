@@ -18,7 +18,7 @@ from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.slurm.sandbox_config import SandboxConfig
 from tests.service_harness import check, oracle, running, some_asks, tiny_service
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 # Neighbours by name hang on different switches: any order of names crosses them.
 LEAVES = {"odd": ["g1", "g3", "c1"], "even": ["g2", "g4"]}

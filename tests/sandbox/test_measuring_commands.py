@@ -17,7 +17,7 @@ from flexslurm.slurm.client import SlurmClient
 from flexslurm.slurm.probing import library_name
 from flexslurm.slurm.sandbox import Sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_profile_is_measured_by_a_job(

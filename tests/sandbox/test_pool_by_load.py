@@ -17,7 +17,7 @@ from flexslurm.slurm.states import JobState
 from tests.sandbox.stream_kit import TABLE, Load
 from tests.service_harness import RunningService, running, serves, tiny_service
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MANY = 12
 """Streams for four seats, or eight."""
 Report = Callable[[str, object], None]

@@ -24,7 +24,7 @@ from flexslurm.slurm.states import JobState
 from flexslurm.wire.service_dir import Pilots, ServiceDir
 from tests.command_lines import command_lines
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Bench:

@@ -26,7 +26,7 @@ from tests.service_harness import (
     tiny_service,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 KEEPING: dict[str, Any] = {"retry": "1s", "quick_death": "5s"}
 
 

@@ -21,7 +21,7 @@ from flexslurm.slurm.sandbox import Sandbox
 from flexslurm.wire.service_dir import ServiceDir
 from tests.service_harness import Ask, check, finish, oracle, some_asks, stream, tiny_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MAIN = [sys.executable, "-c", "from flexslurm.cli.main import main; main()"]
 
 

@@ -22,7 +22,7 @@ from tests.service_harness import (
     tiny_service,
 )
 
-pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(600)]
 FULL = "a100:4,l40s:2"
 
 

@@ -15,7 +15,9 @@ from flexslurm.slurm.command import clean_env
 from flexslurm.slurm.sandbox import Sandbox
 from tests.service_harness import running, some_asks, tiny_service
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(600)]
+IN_JOB = ("doctor", "--job", "--timeout", "200")
+"""The nodes of a busy machine meet late."""
 MAIN = [sys.executable, "-c", "from flexslurm.cli.main import main; main()"]
 
 
@@ -24,7 +26,7 @@ def flexslurm(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*before, *MAIN, *arguments], env={**clean_env(str(box.conf)), **env},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def test_the_doctor_in_an_allocation(
 ) -> None:
     salloc = ("salloc", "--quiet", "--partition=scavenge", "--nodes=2", "--gres=gpu:a100:1")
     done = flexslurm(
-        slurm_sandbox, "doctor", "--job", "--site", str(discovered), "--model", str(tiny_model),
+        slurm_sandbox, *IN_JOB, "--site", str(discovered), "--model", str(tiny_model),
         "--json", before=salloc, FLEXSLURM_SERVICES=str(tmp_path / "services"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -106,7 +108,7 @@ def test_the_doctor_finds_a_model_that_is_not_there(
 ) -> None:
     salloc = ("salloc", "--quiet", "--partition=scavenge", "--nodes=1", "--gres=gpu:a100:1")
     done = flexslurm(
-        slurm_sandbox, "doctor", "--job", "--site", str(discovered), "--model", "/nonexistent",
+        slurm_sandbox, *IN_JOB, "--site", str(discovered), "--model", "/nonexistent",
         before=salloc, FLEXSLURM_SERVICES=str(tmp_path / "services"),
     )  # fmt: skip
     assert done.returncode == 8 and "-> put the model where" in done.stdout
@@ -127,7 +129,7 @@ def test_the_doctor_finds_several_induced_failures_at_once(
     (model / "config.json").symlink_to(tmp_path / "nowhere")
     salloc = ("salloc", "--quiet", "--partition=scavenge", "--nodes=2", "--gres=gpu:a100:2")
     done = flexslurm(
-        slurm_sandbox, "doctor", "--job", "--site", str(site), "--model", str(model), "--json",
+        slurm_sandbox, *IN_JOB, "--site", str(site), "--model", str(model), "--json",
         before=salloc, FLEXSLURM_SERVICES=str(tmp_path / "services"),
     )  # fmt: skip
     assert done.returncode == 8 and "Traceback" not in done.stderr, done.stderr

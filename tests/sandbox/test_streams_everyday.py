@@ -9,7 +9,7 @@ import pytest
 
 from tests.sandbox.stream_kit import World, world
 
-pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.shared_service, pytest.mark.timeout(600)]
 SANDBOX = """\
 nodes:
   s: {gpu_type: a100, gpus: 1}

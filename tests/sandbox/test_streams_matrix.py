@@ -11,7 +11,7 @@ from submitter_suite import wait
 
 from tests.sandbox.stream_kit import World, world
 
-pytestmark = [pytest.mark.shared_service, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.shared_service, pytest.mark.slow, pytest.mark.timeout(600)]
 SANDBOX = """\
 nodes:
   s: {gpu_type: a100, gpus: 1}

@@ -114,7 +114,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 @possible
 @pytest.mark.slow
 @pytest.mark.shared_service
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_link_is_cut_and_comes_back(here: World, record_property: Report) -> None:
     """Nobody is told: only silence tells. What comes back is another member, with new workers."""
     here.ready(KEPT, CUT)
@@ -145,7 +145,7 @@ def test_a_link_is_cut_and_comes_back(here: World, record_property: Report) -> N
 @possible
 @pytest.mark.slow
 @pytest.mark.shared_service
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_short_cut_is_no_loss(here: World) -> None:
     """Shorter than the bound: the streams wait, and go on with the same members."""
     here.ready(KEPT, CUT)

@@ -37,7 +37,7 @@ MISSING = sandbox_host.missing_packages(parse_section(SandboxConfig, SANDBOX, "s
 pytestmark = [
     pytest.mark.shared_service,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=f"needs Debian's packages {' '.join(MISSING)}"),
 ]
 Report = Callable[[str, object], None]
