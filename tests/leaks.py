@@ -52,7 +52,7 @@ def take(token: str) -> Snapshot:
     )
 
 
-def left_since(before: Snapshot, token: str, within_s: float = 30.0) -> list[str]:
+def left_since(before: Snapshot, token: str, within_s: float = 100.0) -> list[str]:
     """One line per thing that is new since `before` and still there after `within_s`."""
     return _settle(lambda: _new(before, take(token)), within_s)
 
