@@ -86,8 +86,7 @@ def launch(
     for note in (*pair.notes, *(surprises(site) if cluster == "slurm" else ())):
         click.echo(f"note: {note}")
     directory = service_to_be(service.name, service_dir, site.paths.shared_dir)
-    if not dry_run:
-        submitting.refuse_if_running(directory)
+    silent_head = "" if dry_run else submitting.refuse_if_running(directory)
     here = (head_place or service.head.place) == "here"
     plan = launching.plan_launch(service, site, directory, cluster, here, _say)
     click.echo(picture(plan.gear))
@@ -99,7 +98,7 @@ def launch(
         click.echo(launching.preview(plan))
         click.echo("# dry run: nothing was submitted")
         return
-    made = _execute(plan, site_file)
+    made = _execute(plan, site_file, silent_head)
     where = f" {launching.called(plan)}"
     if no_wait:
         click.echo(f"follow it with: flexslurm status{where}")
@@ -119,12 +118,12 @@ def describe_left(left: Gear | NoGear) -> str:
     return f"nothing fits, requests would wait ({left.reason})"
 
 
-def _execute(plan: LaunchPlan, site_file: Path) -> Pilots:
+def _execute(plan: LaunchPlan, site_file: Path, silent_head: str) -> Pilots:
     from flexslurm.cli import refused, submitting
     from flexslurm.errors import SlurmError
 
     try:
-        return submitting.execute(plan, _say)
+        return submitting.execute(plan, _say, silent_head)
     except SlurmError as error:
         sbatch = plan.site.slurm.commands.get("sbatch", "sbatch")
         raise refused.told(error, sbatch, site_file) from None

@@ -44,29 +44,36 @@ if TYPE_CHECKING:
 
 _POLL_S, _MOST_POLL_S = 0.25, 2.0
 """Between looks at a head that is to end, the first and the longest."""
+_PATIENCE_S = (2.0, 8.0)
+"""For the answer of a head whose job runs; in between it is looked whether it has ended."""
 _PAUSE_S = 1.0
 """Between submissions beyond those at once, where no head keeps the pool."""
 
 
-def refuse_if_running(directory: ServiceDir, timeout_s: float = 2.0) -> None:
-    """Raises ServiceExists where a head of this directory answers."""
+def refuse_if_running(directory: ServiceDir, timeout_s: float = 2.0, silent: str = "") -> str:
+    """Raises ServiceExists where a head of this directory answers; which one does not, else ''.
+
+    `silent`: one that has been asked in vain just now: it is not waited for again.
+    """
     from flexslurm.cli.ask import ask_status
 
-    if directory.head() is None:
-        return
+    head = directory.head()
+    if head is None or head.incarnation == silent:
+        return "" if head is None else silent
     try:
         answer = ask_status(directory, timeout_s)
     except ServiceUnreachable:
-        return
+        return head.incarnation
     raise ServiceExists(
         f"the service '{answer.service}' runs already, at {answer.endpoint}",
         hint="'flexslurm stop' ends it; 'flexslurm status' shows it",
     )
 
 
-def execute(plan: LaunchPlan, say: Say) -> Pilots:
+def execute(plan: LaunchPlan, say: Say, silent_head: str = "") -> Pilots:
     """Submit pilots and head; returns them. Pilots of a head that died are taken over.
 
+    `silent_head`: the incarnation of one that has just been asked, and gave no answer.
     What was submitted is cancelled when a later step fails or a signal ends us. Raises
     ServiceExists where the service runs, or is being launched or stopped.
     """
@@ -78,7 +85,7 @@ def execute(plan: LaunchPlan, say: Say) -> Pilots:
             fresh = fresh and not directory.service.exists()
             directory.create()
             directory.keys()  # what is damaged or exposed would end every process that we start
-            refuse_if_running(directory)
+            refuse_if_running(directory, silent=silent_head)
             _end_old_head(plan, say)
             _check_port(plan)
             taken = _take_over(plan)
@@ -199,13 +206,16 @@ def _end_old_head(plan: LaunchPlan, say: Say) -> None:
         return
     owner = job_owner(plan.site, plan.directory, before, job)
     info = owner.states([job])[job]
+    if info.known and not info.state.over and plan.directory.head() is None:
+        raise ServiceExists(
+            f"the service is being launched: its head, job {job}, is {str(info.state).lower()}",
+            hint=f"follow it with: flexslurm status {called(plan)}",
+        )
+    for patience_s in _PATIENCE_S:
+        if info.known and not info.state.over:
+            refuse_if_running(plan.directory, patience_s)
+            info = owner.states([job])[job]
     if info.known and not info.state.over:
-        if plan.directory.head() is None:
-            raise ServiceExists(
-                f"the service is being launched: its head, job {job}, is {str(info.state).lower()}",
-                hint=f"follow it with: flexslurm status {called(plan)}",
-            )
-        refuse_if_running(plan.directory, 10.0)
         say(f"the head, job {job}, does not answer: it is ended")
         owner.cancel([job])
         deadline = time.monotonic() + plan.site.slurm.kill_wait + 10.0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -213,6 +214,60 @@ def test_a_head_that_hangs_is_ended_and_its_pilots_are_taken_over(
     assert made.head_job == "5"
     assert set(jobs.alive) == {"1", "2", "3", "5"}
     assert plan.directory.head() is None
+
+
+class Asked:
+    """A head that was killed: nobody answers. Says whom it was asked for, and for how long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.for_s: list[float] = []
+        self.then: Callable[[], object] = lambda: None
+        monkeypatch.setattr("flexslurm.cli.ask.ask_status", self._ask)
+
+    def _ask(self, directory: ServiceDir, timeout_s: float = 5.0) -> None:
+        self.for_s.append(timeout_s)
+        self.then()
+        raise ServiceUnreachable("no answer")
+
+
+def test_a_head_that_was_killed_is_waited_for_once(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitting.execute(plan, silent)
+    jobs.cancel(["4"])
+    asked = Asked(monkeypatch)
+    plan.directory.publish_head(ADDRESS)
+    gone = submitting.refuse_if_running(plan.directory)
+    assert gone == "h-1" and asked.for_s == [2.0]
+    made = submitting.execute(plan, silent, gone)
+    assert made.head_job == "5" and asked.for_s == [2.0]
+    plan.directory.publish_head(msgspec.structs.replace(ADDRESS, incarnation="h-2"))
+    jobs.cancel(["5"])
+    submitting.execute(plan, silent, gone)
+    assert asked.for_s == [2.0, 2.0], "another head has come meanwhile: that one is asked"
+
+
+def test_a_killed_head_whose_job_slurm_still_ends_is_not_waited_for_in_vain(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitting.execute(plan, silent)
+    asked, said = Asked(monkeypatch), list[str]()
+    plan.directory.publish_head(ADDRESS)
+    asked.then = lambda: jobs.alive.update({"4": JobState.FAILED})  # as Slurm says a little later
+    made = submitting.execute(plan, said.append, "h-1")
+    assert asked.for_s == [2.0] and made.head_job == "5"
+    assert not any("does not answer" in line for line in said)
+
+
+def test_a_head_that_hangs_has_time_to_answer(
+    plan: LaunchPlan, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitting.execute(plan, silent)
+    asked, said = Asked(monkeypatch), list[str]()
+    plan.directory.publish_head(ADDRESS)
+    submitting.execute(plan, said.append, "h-1")
+    assert sum(asked.for_s) == 10.0 and "the head, job 4, does not answer: it is ended" in said
+    assert "4" not in jobs.alive
 
 
 def test_a_failed_launch_cancels_its_own_jobs_only(plan: LaunchPlan, jobs: FakeJobs) -> None:
