@@ -221,10 +221,11 @@ class Moves:
             self._replicas.switch(opened, switch.closed, {}, speeds)
             return Switched(switch.epoch, MoveFigures())
         counts = {key: self._replicas.open[key].step_times.count for key in switch.closed}
-        adopted = self._replicas.switch(opened, switch.closed, self._adoptions(under), speeds)
+        adoptions = self._adoptions(under)
+        self._bound_new(switch, under, adoptions)
+        adopted = self._replicas.switch(opened, switch.closed, adoptions, speeds)
         # Streams go on from here; all that follows may take its time.
         under.stay(self._live(switch.gear), adopted)
-        self._bound_new(switch.epoch, under)
         self._unpark(under)
         if under.mover is not None and not under.mover.release(adopted):
             self._left.append(under.mover)
@@ -377,15 +378,21 @@ class Moves:
                 found[seq_id] = Adoption(driver.seat, computed)
         return found
 
-    def _bound_new(self, epoch: int, under: UnderWay) -> None:
-        """Until the old epoch is closed, its weights and pages are still there."""
-        spare = under.plan.spare
-        if not spare:
-            return
-        for key, blocks in spare.items():
-            driver = self._replicas.open[key]
-            driver.limit_blocks(driver.load().used_blocks + blocks)
-        self._tight[epoch] = tuple(spare)
+    def _bound_new(
+        self, switch: SwitchOver, under: UnderWay, adoptions: Mapping[str, Adoption]
+    ) -> None:
+        """Until the old epoch is closed its weights and pages are still there.
+
+        Before anything is placed: what waits takes what it finds. What was moved here may grow.
+        """
+        spare, coming = under.plan.spare or {}, [one.seat for one in adoptions.values()]
+        bounded = [one for one in switch.opened.values() if one.key in spare]
+        for one in bounded:
+            driver = self._replicas.arrive(one, switch.gear.gear.block_tokens)
+            held = driver.load().used_blocks + coming.count(driver.seat)
+            driver.limit_blocks(held + spare[one.key])
+        if bounded:
+            self._tight[switch.epoch] = tuple(one.key for one in bounded)
 
     def _unpark(self, under: UnderWay) -> None:
         if under.parking is not None:

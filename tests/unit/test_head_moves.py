@@ -161,6 +161,32 @@ def test_both_gears_keep_within_the_room_there_is_until_the_old_one_is_closed() 
     world.end()
 
 
+def test_what_is_computed_anew_waits_for_the_room_of_the_old_gear_too() -> None:
+    world = Service(ONE, 1_600_000)
+    world.load(3)
+    world.run(0.15)
+    world.failing_pulls = 1.0
+    rooms: list[int] = []
+    limits: list[int] = []
+
+    def look(name: str) -> None:
+        under = world.effects.moves._under
+        if name == "switch_over" and under is not None and under.mover is not None:
+            [spare] = (under.plan.spare or {}).values()
+            rooms.append(under.mover.new[0].driver.load().used_blocks + spare)
+        if name == "after switch_over":
+            [driver] = world.effects.replicas.open.values()
+            assert driver.load().used_blocks > 0, "what waited has taken blocks at once"
+            limits.append(driver.scheduler.pool.limit)
+
+    world.on_phase = look
+    report = world.go(PIPELINE)
+    assert report.mode == "beside" and report.figures.recomputed > 0
+    assert limits == rooms and rooms[0] < 64
+    world.failing_pulls = 0.0
+    world.end()
+
+
 def test_what_a_shift_would_cost_grows_with_what_is_live() -> None:
     world = Service(ONE)
 
