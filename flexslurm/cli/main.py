@@ -15,7 +15,7 @@ import click
 
 from flexslurm import __version__
 from flexslurm.cli.endings import EndedBySignal, endings_raise
-from flexslurm.cli.reporting import UnknownCommand, report, report_ending
+from flexslurm.cli.reporting import UnknownCommand, forget_output, report, report_ending
 
 # name: (module:attribute, what `--help` says), in the order of use
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -170,4 +170,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal without our arrows and lines gets question marks, not a traceback.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(_flushed(run(sys.argv[1:])))
+
+
+def _flushed(code: int) -> int:
+    """The exit code, or that of output that cannot be written: Python's own would be 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = code or report(error)
+        forget_output()
+    return code

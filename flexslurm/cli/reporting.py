@@ -65,7 +65,7 @@ def report(error: BaseException) -> int:
         case KeyboardInterrupt() | click.Abort():
             return _say("interrupted", None, INTERRUPTED)
         case BrokenPipeError():
-            return _forget_output()
+            return forget_output()
         case OSError() if error.filename is not None or error.errno in _MACHINE_IS_SHORT:
             return _say(_os_words(error), None, EnvironmentFault.exit_code)
     return _report_bug(error)
@@ -116,8 +116,8 @@ def _possibilities(error: click.ClickException) -> str | None:
     return f"did you mean '{near[0]}'?" if near else None
 
 
-def _forget_output() -> int:
-    """Point our closed standard output at nothing, or Python complains again when it exits."""
+def forget_output() -> int:
+    """Point our standard output, closed or full, at nothing, or Python complains when it exits."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, sys.stdout.fileno())
