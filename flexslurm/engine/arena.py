@@ -108,9 +108,11 @@ class Arena:
     def take(self, nbytes: int, what: str) -> Extent:
         """Room for weights as low as there is; contents are undefined.
 
-        Raises CapacityError that says what did not fit and by how many bytes, and DeadlineExceeded
-        where pages are in the way and a step does not end.
+        No bytes have no place. Raises CapacityError that says what did not fit and by how many
+        bytes, and DeadlineExceeded where pages are in the way and a step does not end.
         """
+        if not nbytes:
+            return Extent(0, 0)
         size = aligned(nbytes)
         with self.lock:
             start = self._run(size)
@@ -141,13 +143,14 @@ class Arena:
     def cut(self, extent: Extent, parts: Sequence[tuple[int, int]]) -> list[Extent]:
         """Keep ranges `[lo, hi)` of an extent's bytes, rising, each as an extent of its own.
 
-        No two of them may share a unit of the alignment.
+        None is empty, and no two of them share a unit of the alignment.
         """
         with self.lock:
             assert not extent.pins
             self._extents.remove(extent)
             kept = []
             for lo, hi in parts:
+                assert lo < hi, f"[{lo},{hi}) has no bytes"
                 head = (extent.head + lo) % ALIGNMENT_BYTES
                 kept.append(Extent(extent.data_start + lo - head, hi - lo, head))
                 insort(self._extents, kept[-1], key=_start)
@@ -161,11 +164,10 @@ class Arena:
 
     def _claim(self, start: int, nbytes: int) -> Extent:
         extent = Extent(start, nbytes)
-        if nbytes:
-            insort(self._extents, extent, key=_start)
-            self._weights_bytes += extent.size
-            if self.pages is not None:
-                self.pages.bar(extent.start, extent.stop)
+        insort(self._extents, extent, key=_start)
+        self._weights_bytes += extent.size
+        if self.pages is not None:
+            self.pages.bar(extent.start, extent.stop)
         return extent
 
     # --------------------------------------------------------------------------- pages

@@ -103,7 +103,9 @@ class WeightStore:
         """
         key = self._models[owner], piece.tensor
         with self._arena.lock:
-            for segment in self._segments.get(key, ()):
+            # A piece without bytes (a rank may have no rows of a small matrix) lies in no segment:
+            # it would be within any, at a place where none of its bytes keep others out.
+            for segment in self._segments.get(key, ()) if piece.nbytes else ():
                 same = segment.dim == piece.dim and segment.filled
                 if same and segment.lo <= piece.lo and piece.hi <= segment.hi:
                     return self._viewed(WeightView(owner, piece, segment, fresh=False))
