@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexslurm.control.actions import PlanShift
 from flexslurm.control.installed import InstalledReplica, ReplicaKey
@@ -24,6 +25,26 @@ def replica_at(one: InstalledReplica) -> ReplicaAt:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """Blocks that replicas may use while two gears share the memory; none where they do not."""
+
+    limits: dict[ReplicaKey, int] = field(default_factory=dict)
+    """Of old replicas, while the new weights are beside them."""
+    foreseen: dict[ReplicaKey, int] = field(default_factory=dict)
+    """Of old replicas, that the plan has room for, and for what is moved of them in the new."""
+    spare: dict[ReplicaKey, int] = field(default_factory=dict)
+    """Of new replicas, beyond those that are moved in, until room is free."""
+    grown_cost: dict[ReplicaKey, float] = field(default_factory=dict)
+    """What a block beyond the foreseen ones costs, in blocks of each new replica."""
+
+    def room(self, used: Mapping[ReplicaKey, int]) -> dict[ReplicaKey, int]:
+        """What is left of `spare` when the old replicas have come to use so many blocks."""
+        grown = sum(max(used.get(key, 0) - blocks, 0) for key, blocks in self.foreseen.items())
+        costs = self.grown_cost
+        return {key: max(n - math.ceil(grown * costs[key]), 0) for key, n in self.spare.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class MovePlan:
     """What is known of a shift before it begins."""
 
@@ -31,10 +52,7 @@ class MovePlan:
     order: ShiftOrder
     plan: ShiftPlan | None = None
     """None where nothing can be moved."""
-    limits: Mapping[ReplicaKey, int] | None = None
-    """Blocks that old replicas may use while the new weights are beside them."""
-    spare: Mapping[ReplicaKey, int] | None = None
-    """Blocks that new replicas may use beyond those that are moved in, until room is free."""
+    bounds: Bounds = field(default_factory=Bounds)
     nominal: ShiftPlan | None = None
     """The plan with the times that the links' rates alone give."""
 
@@ -95,8 +113,7 @@ def plan_moves(
     )
     if mode is not Mode.BESIDE or not going:
         return MovePlan(ask, order, plan, nominal=nominal)
-    limits, spare = _bounds(shards, ask, plan, going, running)
-    return MovePlan(ask, order, plan, limits, spare, nominal)
+    return MovePlan(ask, order, plan, _bounds(shards, ask, plan, going, running), nominal)
 
 
 def rate_beside(plan: ShiftPlan, rates: LinkRates) -> float:
@@ -182,24 +199,24 @@ def _bounds(
     plan: ShiftPlan,
     going: tuple[InstalledReplica, ...],
     running: Mapping[ReplicaKey, list[RunningKv]],
-) -> tuple[dict[ReplicaKey, int], dict[ReplicaKey, int]]:
-    """Blocks that replicas may use while two gears share the memory.
-
-    The plan has room for what is live and a block more for each sequence. Beyond that, a block
+) -> Bounds:
+    """The plan has room for what is live and a block more for each sequence. Beyond that, a block
     costs its pages in the old replica and, once it is moved, in the new one.
     """
     spare_bytes = {gpu.worker: max(gpu.arena - gpu.most, 0) for gpu in plan.memory.gpus}
     coming = [one for one in ask.new.replicas.values() if one.key.epoch == ask.epoch]
     old_cost, new_cost = _block_costs(shards, going), _block_costs(shards, tuple(coming))
-    limits, spare = {}, {}
+    bounds = Bounds()
     for one in going:
         more = min(spare_bytes[w] // (old_cost[w] + new_cost.get(w, 0)) for w in one.workers)
         sequences = running.get(one.key, [])
-        in_use = sum(len(kv.blocks) + 1 for kv in sequences)
-        limits[one.key] = min(in_use + more, one.replica.kv_blocks)
+        bounds.foreseen[one.key] = in_use = sum(len(kv.blocks) + 1 for kv in sequences)
+        bounds.limits[one.key] = min(in_use + more, one.replica.kv_blocks)
     for one in coming:
-        spare[one.key] = min(spare_bytes[w] // new_cost[w] for w in one.workers)
-    return limits, spare
+        bounds.spare[one.key] = min(spare_bytes[w] // new_cost[w] for w in one.workers)
+        costs = (1 + old_cost.get(w, 0) / new_cost[w] for w in one.workers)
+        bounds.grown_cost[one.key] = max(costs)
+    return bounds
 
 
 def _block_costs(shards: ShardMap, replicas: tuple[InstalledReplica, ...]) -> dict[str, int]:

@@ -128,7 +128,7 @@ class Moves:
         old = tuple(OldEnd(replica_at(one), drivers[one.key]) for one in plan.going)
         self._under = UnderWay(plan, old, keys, stored=self._away.ends())
         for key in keys:
-            drivers[key].limit_blocks((plan.limits or {}).get(key))
+            drivers[key].limit_blocks(plan.bounds.limits.get(key))
         return ShiftPlanned(ask.epoch, plan.order)
 
     def preview(self, ask: PlanShift) -> tuple[str, ...]:
@@ -381,11 +381,9 @@ class Moves:
     def _bound_new(
         self, switch: SwitchOver, under: UnderWay, adoptions: Mapping[str, Adoption]
     ) -> None:
-        """Until the old epoch is closed its weights and pages are still there.
-
-        Before anything is placed: what waits takes what it finds. What was moved here may grow.
-        """
-        spare, coming = under.plan.spare or {}, [one.seat for one in adoptions.values()]
+        """Before anything is placed: until the old epoch is closed, its weights and pages stay."""
+        used = {key: self._replicas.open[key].load().used_blocks for key in switch.closed}
+        spare, coming = under.plan.bounds.room(used), [one.seat for one in adoptions.values()]
         bounded = [one for one in switch.opened.values() if one.key in spare]
         for one in bounded:
             driver = self._replicas.arrive(one, switch.gear.gear.block_tokens)

@@ -8,6 +8,7 @@ from fake_replica import make_request
 from flexslurm.control.events import ShiftReport, ShiftWanted
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
+from flexslurm.head.move_plan import Bounds
 from tests.head_world import CONTEXT, HeadWorld
 from tests.reshard_cases import BLOCK_TOKENS, LAYERS
 
@@ -172,8 +173,9 @@ def test_what_is_computed_anew_waits_for_the_room_of_the_old_gear_too() -> None:
     def look(name: str) -> None:
         under = world.effects.moves._under
         if name == "switch_over" and under is not None and under.mover is not None:
-            [spare] = (under.plan.spare or {}).values()
-            rooms.append(under.mover.new[0].driver.load().used_blocks + spare)
+            [old] = world.effects.replicas.open.items()
+            [room] = under.plan.bounds.room({old[0]: old[1].load().used_blocks}).values()
+            rooms.append(under.mover.new[0].driver.load().used_blocks + room)
         if name == "after switch_over":
             [driver] = world.effects.replicas.open.values()
             assert driver.load().used_blocks > 0, "what waited has taken blocks at once"
@@ -185,6 +187,15 @@ def test_what_is_computed_anew_waits_for_the_room_of_the_old_gear_too() -> None:
     assert limits == rooms and rooms[0] < 64
     world.failing_pulls = 0.0
     world.end()
+
+
+def test_what_the_old_gear_has_grown_by_is_not_there_for_the_new_one() -> None:
+    old, new, other = ReplicaKey(1, 0), ReplicaKey(2, 0), ReplicaKey(2, 1)
+    bounds = Bounds({old: 30}, {old: 20}, {new: 10, other: 40}, {new: 3.0, other: 1.5})
+    assert bounds.room({old: 18}) == bounds.room({old: 20}) == {new: 10, other: 40}
+    assert bounds.room({old: 21}) == {new: 7, other: 38}
+    assert bounds.room({old: 30}) == {new: 0, other: 25}
+    assert bounds.room({}) == bounds.spare, "the old replica is lost with its blocks"
 
 
 def test_what_a_shift_would_cost_grows_with_what_is_live() -> None:
