@@ -25,7 +25,7 @@ def replica_at(one: InstalledReplica) -> ReplicaAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RoomBounds:
     """Blocks that replicas may use while two gears share the memory; none where they do not."""
 
     limits: dict[ReplicaKey, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class MovePlan:
     order: ShiftOrder
     plan: ShiftPlan | None = None
     """None where nothing can be moved."""
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: RoomBounds = field(default_factory=RoomBounds)
     nominal: ShiftPlan | None = None
     """The plan with the times that the links' rates alone give."""
 
@@ -199,14 +199,14 @@ def _bounds(
     plan: ShiftPlan,
     going: tuple[InstalledReplica, ...],
     running: Mapping[ReplicaKey, list[RunningKv]],
-) -> Bounds:
+) -> RoomBounds:
     """The plan has room for what is live and a block more for each sequence. Beyond that, a block
     costs its pages in the old replica and, once it is moved, in the new one.
     """
     spare_bytes = {gpu.worker: max(gpu.arena - gpu.most, 0) for gpu in plan.memory.gpus}
     coming = [one for one in ask.new.replicas.values() if one.key.epoch == ask.epoch]
     old_cost, new_cost = _block_costs(shards, going), _block_costs(shards, tuple(coming))
-    bounds = Bounds()
+    bounds = RoomBounds()
     for one in going:
         more = min(spare_bytes[w] // (old_cost[w] + new_cost.get(w, 0)) for w in one.workers)
         sequences = running.get(one.key, [])

@@ -8,7 +8,7 @@ from fake_replica import make_request
 from flexslurm.control.events import ShiftReport, ShiftWanted
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.gear import Estimates, Gear, Replica, Signature, Stage
-from flexslurm.head.move_plan import Bounds
+from flexslurm.head.move_plan import RoomBounds
 from tests.head_world import CONTEXT, HeadWorld
 from tests.reshard_cases import BLOCK_TOKENS, LAYERS
 
@@ -191,7 +191,7 @@ def test_what_is_computed_anew_waits_for_the_room_of_the_old_gear_too() -> None:
 
 def test_what_the_old_gear_has_grown_by_is_not_there_for_the_new_one() -> None:
     old, new, other = ReplicaKey(1, 0), ReplicaKey(2, 0), ReplicaKey(2, 1)
-    bounds = Bounds({old: 30}, {old: 20}, {new: 10, other: 40}, {new: 3.0, other: 1.5})
+    bounds = RoomBounds({old: 30}, {old: 20}, {new: 10, other: 40}, {new: 3.0, other: 1.5})
     assert bounds.room({old: 18}) == bounds.room({old: 20}) == {new: 10, other: 40}
     assert bounds.room({old: 21}) == {new: 7, other: 38}
     assert bounds.room({old: 30}) == {new: 0, other: 25}
