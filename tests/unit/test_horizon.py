@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import exp, inf
+from math import ceil, exp, inf
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -109,16 +109,24 @@ def summed(
     horizon: float,
     steps: int,
 ) -> float:
-    """Over every choice of moments of loss, and then over time; members one by one."""
+    """Over every choice of moments of loss, and then over time; members one by one.
+
+    A loss is in the middle of its cell, and no cell is on both sides of what changes by then.
+    """
     members = [(g, one) for g, one in enumerate(groups) for _ in range(one.count)]
+    ends = [one.ends_in_s for one in groups if one.ends_in_s is not None]
+    turns = list(itertools.accumulate(leg.seconds or 0.0 for leg in legs[:-1]))
+    changes = [at for at in (*ends, *turns, horizon - recovery) if 0.0 < at < horizon]
+    cells = [
+        (a + i * (b - a) / count, a + (i + 1) * (b - a) / count)
+        for a, b in itertools.pairwise(sorted({0.0, horizon, *changes}))
+        for count in [ceil(steps * (b - a) / horizon)]
+        for i in range(count)
+    ]
     choices = []
     for _, one in members:
-        width = horizon / steps
         h = one.hazard_per_s
-        moments = [
-            (exp(-h * i * width) - exp(-h * (i + 1) * width), (i + 0.5) * width)
-            for i in range(steps)
-        ]
+        moments = [(exp(-h * lo) - exp(-h * hi), (lo + hi) / 2) for lo, hi in cells]
         choices.append([(exp(-h * horizon), inf), *(m for m in moments if m[0] > 0)])
 
     def gone(lost: Sequence[float], at: float) -> Gone:
@@ -136,8 +144,6 @@ def summed(
         chance, lost = 1.0, [moment for _, moment in outcome]
         for p, _ in outcome:
             chance *= p
-        ends = [one.ends_in_s for _, one in members if one.ends_in_s is not None]
-        turns = itertools.accumulate(leg.seconds or 0.0 for leg in legs[:-1])
         borders = sorted({0.0, horizon, *(t for t in (*lost, *ends, *turns) if t < horizon)})
         tokens = 0.0
         for a, b in itertools.pairwise(borders):
@@ -160,6 +166,7 @@ ends = st.none() | st.floats(5, 900)
 
 @settings(max_examples=25, deadline=None)
 @example((0.0, 0.0), (None, None), 0.0, 5.0, 5e-324, 0.0, 50.0)
+@example((0.015625, 0.015625), (None, 5.0), 0.0, 0.0, 153.0, 74.0, 88.0)
 @given(
     st.tuples(hazards, hazards), st.tuples(ends, ends), st.floats(0, 200),
     st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 100), st.floats(50, 800),
