@@ -46,7 +46,10 @@ def demo(json_file: Path | None, model: Path | None, local: bool, keep: bool) ->
     if json_file is not None:
         write_figures(json_file, figures)
     if figures.completed != figures.requests or not figures.tokens_equal:
-        raise ServiceError("the streams did not all end with the undisturbed run's tokens")
+        raise ServiceError(
+            "the streams did not all end with the undisturbed run's tokens",
+            hint="run it with --keep and read the head's log",
+        )
 
 
 def table(figures: dict[str, object]) -> str:

@@ -35,6 +35,7 @@ _POOL_S = 60.0
 """How long the last pilots may take to come, when the service serves with the first."""
 _LAUNCH_ENDS_S = 30.0
 """What a launch that is told to end may take to cancel what it has submitted."""
+_KEEP = "run it with --keep and read the head's log"
 _MEMORY = {"a100": "240MiB", "l40s": "330MiB"}
 """So little that the model needs several GPUs, as a large model does on real ones."""
 
@@ -102,7 +103,7 @@ class Story:
         command = [sys.executable, "-P", "-m", "flexslurm", *words]
         code = _run(command)
         if code != 0:
-            raise ServiceError(f"the launch failed with exit code {code}")
+            raise ServiceError(f"the launch failed with exit code {code}", hint=_KEEP)
 
     def _service(self) -> dict[str, object]:
         pool = [
@@ -151,7 +152,7 @@ class Story:
         wait_for(lambda: _gpus_serving(directory) == gpus, _POOL_S, 0.25)
         answer = ask_status(directory)
         if answer.gear is None:
-            raise ServiceError(f"the service does not serve: {answer.reason}")
+            raise ServiceError(f"the service does not serve: {answer.reason}", hint=_KEEP)
         return answer
 
     def _stream(self, status: StatusAnswer) -> list[StreamRun]:
@@ -159,7 +160,7 @@ class Story:
         _join(threads, time.monotonic() + _STREAMS_S)
         errors = [run.error for run in runs if run.error]
         if errors:
-            raise ServiceError(f"a stream failed without any disturbance: {errors[0]}")
+            raise ServiceError(f"a stream failed without any disturbance: {errors[0]}", hint=_KEEP)
         return runs
 
     def _preempt(self, directory: ServiceDir, printer: _Printer) -> str:
@@ -181,7 +182,9 @@ class Story:
             return True
 
         if not wait_for(shifted, 120.0):
-            raise ServiceError("no new gear was installed within 120 s after the preemption")
+            raise ServiceError(
+                "no new gear was installed within 120 s after the preemption", hint=_KEEP
+            )
         answer = answers[-1]
         assert answer.gear is not None
 
@@ -280,9 +283,7 @@ def _join(threads: Iterable[threading.Thread], until: float) -> None:
     for thread in threads:
         thread.join(max(until - time.monotonic(), 0.0))
         if thread.is_alive():
-            raise DeadlineExceeded(
-                "the demo's streams do not end", hint="run it with --keep and read the head's log"
-            )
+            raise DeadlineExceeded("the demo's streams do not end", hint=_KEEP)
 
 
 def _gpus_serving(directory: ServiceDir) -> int:

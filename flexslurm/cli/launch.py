@@ -244,7 +244,10 @@ def wait_until_serving(
             if answer.state == ServiceState.SERVING:
                 return answer
             if answer.state == ServiceState.FAILED:
-                raise ServiceError(f"the service cannot come up: {answer.reason}")
+                raise ServiceError(
+                    f"the service cannot come up: {answer.reason}",
+                    hint=f"the whole story: flexslurm logs {called(plan)} head",
+                )
         sleep(_POLL_S)
     raise DeadlineExceeded(
         f"the service does not serve after {timeout_s:g} s; it goes on trying",

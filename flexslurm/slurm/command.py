@@ -90,7 +90,10 @@ def run(
             hint="run on a login node, or name the site's own commands under slurm.commands",
         ) from None
     except OSError as error:
-        raise EnvironmentFault(f"cannot start '{argv[0]}': {error.strerror}") from error
+        raise EnvironmentFault(
+            f"cannot start '{argv[0]}': {error.strerror}",
+            hint="see slurm.commands in the site file, and whether this machine has room",
+        ) from error
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(
             f"{argv[0]} did not answer within {timeout_s:g} s; nothing is known of its jobs"

@@ -198,7 +198,10 @@ def _read_lua(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EnvironmentFault(f"cannot read the Lua plugin {path}: {error.strerror}") from error
+        raise EnvironmentFault(
+            f"cannot read the Lua plugin {path}: {error.strerror}",
+            hint="name it with its whole path in the sandbox's file",
+        ) from error
 
 
 def _write(path: Path, content: str | bytes) -> None:

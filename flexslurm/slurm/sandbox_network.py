@@ -97,7 +97,10 @@ def choose(home: Path, nodes: Sequence[str]) -> SandboxNetwork:
     for prefix in candidates:
         if not any(ipaddress.ip_network(f"{prefix}.0/24").overlaps(net) for net in used):
             return SandboxNetwork(home, prefix, tuple(nodes))
-    raise EnvironmentFault("all of 10.200.0.0 to 10.250.255.255 is in use on this machine")
+    raise EnvironmentFault(
+        "no free network was found in 10.200.0.0 to 10.250.255.255",
+        hint="set 'network: host' in the sandbox's file",
+    )
 
 
 def check(nodes: int = 0) -> None:
@@ -114,7 +117,10 @@ def check(nodes: int = 0) -> None:
             hint="apt-get install -y --no-install-recommends iproute2 util-linux",
         )
     if nodes > _MOST_NODES:
-        raise EnvironmentFault(f"a sandbox has at most {_MOST_NODES} hosts, not {nodes}")
+        raise EnvironmentFault(
+            f"a sandbox has at most {_MOST_NODES} hosts, not {nodes}",
+            hint="ask for fewer nodes, or set 'network: host' in the sandbox's file",
+        )
 
 
 def remove(home: Path) -> None:

@@ -53,7 +53,9 @@ def _of_subnet(subnet: str) -> str:
     try:
         net = ipaddress.ip_network(subnet, strict=False)
     except ValueError as error:
-        raise EnvironmentFault(f"network.subnet in the site file: {error}") from None
+        raise EnvironmentFault(
+            f"network.subnet in the site file: {error}", hint="write it as 10.1.0.0/16"
+        ) from None
     for addresses in _ipv4_by_interface().values():
         for address in addresses:
             if ipaddress.ip_address(address) in net:
@@ -83,7 +85,10 @@ def _source_address(towards: str) -> str:
         try:
             probe.connect((parts.hostname or "127.0.0.1", parts.port or 9))
         except OSError as error:
-            raise EnvironmentFault(f"there is no route to {towards}: {error.strerror}") from None
+            raise EnvironmentFault(
+                f"there is no route to {towards}: {error.strerror}",
+                hint="name the network that joins the nodes: network.interface, subnet or suffix",
+            ) from None
         return str(probe.getsockname()[0])
 
 

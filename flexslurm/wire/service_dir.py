@@ -119,7 +119,9 @@ class ServiceDir:
     def _make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.path.stat().st_uid != os.getuid():
-            raise EnvironmentFault(f"{self.path} belongs to another user")
+            raise EnvironmentFault(
+                f"{self.path} belongs to another user", hint="name another one with --service-dir"
+            )
         names = {path.name for path in self.path.iterdir()}
         if names and not names & _OURS:  # it would be closed to all others
             raise EnvironmentFault(
@@ -262,7 +264,9 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise ServiceError(f"cannot read {path}: {error.strerror}") from error
+        raise ServiceError(
+            f"cannot read {path}: {error.strerror}", hint="only who launched a service may ask it"
+        ) from error
     except msgspec.MsgspecError as error:
         raise ServiceError(
             f"{path} is damaged: {error}",

@@ -69,7 +69,7 @@ def test_addresses_that_somebody_uses_are_left_alone(
     monkeypatch.setattr(sandbox_network, "_ip", lambda *words: "2: e  inet 10.9.0.5/16 scope")
     assert sandbox_network.choose(tmp_path, ["a1"]).prefix == "10.200.0"
     monkeypatch.setattr(sandbox_network, "_ip", lambda *words: "2: e  inet 10.200.7.5/13 scope")
-    with pytest.raises(EnvironmentFault, match="in use"):
+    with pytest.raises(EnvironmentFault, match="no free network"):
         sandbox_network.choose(tmp_path, ["a1"])
 
 
