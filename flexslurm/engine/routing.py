@@ -148,7 +148,7 @@ def _place(
     for one in sorted(live, key=regret, reverse=True):
         number = _choose(one, costs[one.replica], bins)
         if number is None:
-            return _pack(live, costs, rooms)
+            return _pack(live, rooms)
         _put(one, bins[number])
         chosen[one.seq_id] = number
     _improve(live, costs, bins, chosen)
@@ -184,9 +184,7 @@ def _choose(one: LiveKv, costs: Sequence[int], bins: Sequence[_Bin]) -> int | No
     return max(able, key=lambda n: (bins[n].fair, -costs[n], -n))
 
 
-def _pack(
-    live: Sequence[LiveKv], costs: Sequence[Sequence[int]], rooms: Sequence[Room]
-) -> dict[str, int] | None:
+def _pack(live: Sequence[LiveKv], rooms: Sequence[Room]) -> dict[str, int] | None:
     """The largest first, each where it leaves least: when room is scarce, bytes come second."""
     bins = _bins(live, rooms, 0.0)
     chosen: dict[str, int] = {}
