@@ -21,8 +21,11 @@ Epoch = NewType("Epoch", int)
 MOST_GPUS = 256
 """Of one node: racks that are one NVLink domain have 72."""
 MOST_NODES = 65_536
+_MOST_SHOWN = 80
 
-_POOL_ITEM = re.compile(r"^(?P<type>[A-Za-z0-9_.-]+):(?P<gpus>\d+)(?:x(?P<count>\d+))?$")
+_POOL_ITEM = re.compile(
+    r"^(?P<type>[A-Za-z0-9_.-]{1,100}):(?P<gpus>[0-9]{1,40})(?:x(?P<count>[0-9]{1,40}))?$"
+)
 
 
 class Shape(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -55,13 +58,13 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
             match = _POOL_ITEM.match(item)
             if match is None or int(match["gpus"]) == 0:
                 raise ConfigError(
-                    f"cannot read the pool item '{item}'",
+                    f"cannot read the pool item '{item[:_MOST_SHOWN]}'",
                     hint="write TYPE:GPUS or TYPE:GPUSxNODES, for example a100:4x8,l40s:2x16",
                 )
             gpus, nodes = int(match["gpus"]), int(match["count"] or 1)
             if gpus > MOST_GPUS or len(shapes) + nodes > MOST_NODES:
                 raise ConfigError(
-                    f"the pool item '{item}' is too large",
+                    f"the pool item '{item[:_MOST_SHOWN]}' is too large",
                     hint=f"at most {MOST_GPUS} GPUs on a node, and {MOST_NODES:,} nodes",
                 )
             shapes += [Shape(match["type"], gpus)] * nodes

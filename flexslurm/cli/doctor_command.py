@@ -36,7 +36,7 @@ _OLDEST = (20, 11, 0)
 @shared.JSON
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=4, max=3600),
+    type=shared.Number(min=4, max=3600),
     default=60.0,
     show_default=True,
     metavar="S",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexslurm.config.bounded import read_text
 from flexslurm.config.site import MeasuredSettings, Site
 from flexslurm.errors import ConfigError, EnvironmentFault, SlurmError
 
@@ -91,7 +92,7 @@ def leaf_switches(site: Site, cluster: str, say: Say) -> dict[str, str]:
     if site.slurm.topology is not None:
         path = Path(site.slurm.topology)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ConfigError(

@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from flexslurm.cli import shared_options as shared
+
 BOUND_S = 1.0
 _SPARE_S = 0.1  # to say what went wrong, and to end
 _LEAST_S = 0.2
@@ -42,14 +44,16 @@ class NeverFails(click.Command):
 @click.option("--service-dir", metavar="DIR", required=True, help="The service's directory.")
 @click.option("--job", "job_id", metavar="ID", help="The Slurm job this is about.")
 @click.option("--nodes", metavar="LIST", default="", help="Nodes, as n[1-3]; without --job.")
-@click.option("--grace", metavar="S", type=float, help="Seconds until the end, where known.")
+@click.option(
+    "--grace", metavar="S", type=shared.Number(), help="Seconds until the end, where known."
+)
 @click.option("--restarts", metavar="N", type=int, help="SLURM_RESTART_COUNT of the job's run.")
 @click.option("--source", metavar="WORD", default="notify", help="Which hook this is.")
 @click.option("--reason", metavar="TEXT", default="", help="For logs and status.")
 @click.option(
     "--within",
     metavar="S",
-    type=click.FloatRange(min=0.1, max=60),
+    type=shared.Number(min=0.1, max=60),
     default=BOUND_S,
     show_default=True,
     help="More only where nobody waits for this to end.",

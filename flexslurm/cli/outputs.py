@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,25 @@ def put_text(text: str, target: Path | None, *, executable: bool = False) -> boo
     return True
 
 
-def replace_file(path: Path, data: str | bytes) -> None:
+def check_replaceable(path: Path, option: str = "--out") -> None:
+    """Before the work that fills it: whether `replace_file` could. Raises EnvironmentFault."""
+    place = path.absolute().parent
+    reason = ""
+    if path.is_dir():
+        reason = os.strerror(errno.EISDIR)
+    elif path.exists() and not path.is_file():
+        reason = "it is not a regular file"
+    elif not place.is_dir():
+        reason = "there is no such directory"
+    elif not os.access(place, os.W_OK):
+        reason = os.strerror(errno.EACCES)
+    if reason:
+        raise EnvironmentFault(
+            f"cannot write {path}: {reason}", hint=f"choose another place with {option}"
+        )
+
+
+def replace_file(path: Path, data: str | bytes, option: str = "--out") -> None:
     """All of it or nothing. Raises EnvironmentFault."""
     from flexslurm.wire.files import write_atomically
 
@@ -61,5 +80,5 @@ def replace_file(path: Path, data: str | bytes) -> None:
         write_atomically(path.absolute(), data.encode() if isinstance(data, str) else data)
     except OSError as error:
         raise EnvironmentFault(
-            f"cannot write {path}: {error.strerror}", hint="choose another place with --out"
+            f"cannot write {path}: {error.strerror}", hint=f"choose another place with {option}"
         ) from error

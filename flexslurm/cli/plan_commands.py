@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flexslurm.cli import shared_options as shared
-from flexslurm.cli.outputs import replace_file
+from flexslurm.cli.outputs import check_replaceable, replace_file
 from flexslurm.cli.quiet_stdout import only_ours_on_stdout
 from flexslurm.errors import CapacityError, ConfigError
 from flexslurm.gear import Gear, NoGear, Signature
@@ -74,7 +74,7 @@ class Results:
 @click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--max-context", type=click.IntRange(2))
-@click.option("--memory-fraction", type=click.FloatRange(0.01, 1.0), default=0.9)
+@click.option("--memory-fraction", type=shared.Number(0.01, 1.0), default=0.9)
 @click.option(
     "--profile",
     "profiles",
@@ -130,15 +130,21 @@ def plan(**options: Any) -> None:
 
 
 def _inputs(options: Mapping[str, Any]) -> Inputs:
+    from flexslurm.cli.plan_inputs import check_together, read_allocation
+    from flexslurm.cli.plan_picture import check_form
     from flexslurm.planner.catalogue import CATALOGUE
     from flexslurm.planner.files import load_links, load_measured, load_profiles, load_spec
     from flexslurm.planner.topology import Topology
 
-    if options["picture"] is not None and options["capacity"] is None:
-        raise click.UsageError("--picture shows the curve of --capacity: give that too")
-    pool = _with(Signature.parse(options["pool"]), None)
-    if not pool.counts:
-        raise click.UsageError("--pool names no GPUs")
+    check_together(options)
+    pool = read_allocation(options["pool"], "--pool")
+    if options["explain"] is not None:
+        read_allocation(options["explain"], "--explain")
+    if options["out"] is not None:
+        check_replaceable(options["out"])
+    if options["picture"] is not None:
+        check_form(options["picture"])
+        check_replaceable(options["picture"], "--picture")
     spec = load_spec(options["model"], options["dtype"], kv_dtype=options["kv_dtype"])
     profiles: dict[StageKind, Profile] = {}
     if options["site_file"] is not None:
@@ -156,6 +162,9 @@ def _inputs(options: Mapping[str, Any]) -> Inputs:
         topology.gpu(shape.gpu_type)
     # without a site, a directory may have profiles of types that the pool has not
     known = topology if options["site_file"] else Topology.from_catalogue(tuple(CATALOGUE))
+    for path in options["profiles"]:
+        if path.is_dir() and not any(path.glob("*.csv")):
+            raise ConfigError("there is no profile (*.csv) in it", file=str(path))
     profiles |= load_profiles(options["profiles"], spec, known)
     return Inputs(spec, topology, pool, options["site_file"] is not None, profiles)
 
@@ -187,7 +196,10 @@ def _with(pool: Signature, more: str | None) -> Signature:
     """The pool with the GPUs of `+TYPE:GPUSxNODES,…`."""
     if more is None:
         return pool
-    return Signature.of([*pool.nodes(), *Signature.parse(more.removeprefix("+")).nodes()])
+    from flexslurm.cli.plan_inputs import read_allocation
+
+    added = read_allocation(more.removeprefix("+"), "--what-if")
+    return Signature.of([*pool.nodes(), *added.nodes()])
 
 
 def _plan_all(planner: Planner, options: Mapping[str, Any], results: Results) -> None:
@@ -353,7 +365,7 @@ def _json(inputs: Inputs, results: Results) -> dict[str, Any]:
 
 def _fail_if_nothing_fits(pool: Signature, results: Results) -> None:
     gear = results.planned.get(pool)
-    if isinstance(gear, NoGear) and results.what_if is None:
+    if isinstance(gear, NoGear) and not isinstance(results.what_if, Gear):
         raise CapacityError(
             gear.reason, hint="see what more GPUs would bring: --what-if +TYPE:GPUSxNODES"
         )

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from flexslurm.cli.outputs import replace_file
 from flexslurm.errors import EnvironmentFault
 
 if TYPE_CHECKING:
     from flexslurm.planner.capacity import Capacity
 
+FORMATS = ("png", "svg", "pdf")
+_DATELESS = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""The same curve gives the same file."""
+
+
+def check_form(path: Path) -> str:
+    """The format that a name ends in. Raises UsageError where it is none of FORMATS."""
+    form = path.suffix.removeprefix(".").lower()
+    if form not in FORMATS:
+        legal = ", ".join(f".{name}" for name in FORMATS)
+        raise click.UsageError(f"--picture ends in one of {legal}, not as '{path}' does")
+    return form
+
 
 def save_curve(found: Capacity, model: str, path: Path) -> None:
     """Draw the curve into a file of the format its name ends in.
 
-    Raises EnvironmentFault where matplotlib is missing or cannot write it.
+    Raises EnvironmentFault where matplotlib is missing or the file cannot be written, UsageError.
     """
     try:
         import matplotlib
@@ -25,6 +42,7 @@ def save_curve(found: Capacity, model: str, path: Path) -> None:
         raise EnvironmentFault(
             "a picture needs matplotlib", hint="pip install 'flexslurm[plot]'"
         ) from error
+    form = check_form(path)
     figure, axes = pyplot.subplots(figsize=(8, 5))
     gpus = [0, *(point.gpus for point in found.curve)]
     rates = [0.0, *(point.tokens_per_s for point in found.curve)]
@@ -39,14 +57,7 @@ def save_curve(found: Capacity, model: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, bbox_inches="tight", metadata=_dateless(path))
-    except (OSError, ValueError) as error:
-        raise EnvironmentFault(f"cannot write the picture {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
-
-
-def _dateless(path: Path) -> dict[str, None]:
-    """The same curve gives the same file."""
-    return {"Date": None} if path.suffix == ".svg" else {}
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=form, bbox_inches="tight", metadata=_DATELESS.get(form, {}))
+    pyplot.close(figure)
+    replace_file(path, drawn.getvalue(), "--picture")

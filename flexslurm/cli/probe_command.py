@@ -35,7 +35,7 @@ _TABLE_ROWS = 20
     help="Most pairs that are measured; of more a sample.",
 )
 @click.option("--mpi", metavar="TYPE", help="srun's --mpi; default: what the MPI library wants.")
-@click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S")
+@click.option("--timeout", type=shared.Number(1), default=300.0, show_default=True, metavar="S")
 @click.option(
     "--out",
     "path",

@@ -60,7 +60,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--layers", type=_COUNT, help="Layers of the trial stages; default: at most 8.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0.05),
+    type=shared.Number(min=0.05),
     default=5.0,
     show_default=True,
     help="For the measurements of one file; what does not fit is left out.",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from flexslurm.cli import shared_options as shared
 from flexslurm.cli.main import CommandGroup
 
 DEFAULT_DIR = ".sandbox"
@@ -35,7 +36,7 @@ def sandbox() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="YAML file with nodes and partitions; default: two GPU types on four nodes.",
 )
-@click.option("--timeout", type=click.FloatRange(min=1), default=40.0, help="Seconds to come up.")
+@click.option("--timeout", type=shared.Number(min=1), default=40.0, help="Seconds to come up.")
 @click.option("--netns", is_flag=True, help="Each node is a host of its own; needs root.")
 def up(directory: Path, config_file: Path | None, timeout: float, netns: bool) -> None:
     """Bring it up; does nothing when it is up already."""

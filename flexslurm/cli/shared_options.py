@@ -14,18 +14,25 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _MOST_S = 1e8
 
 
-class _SecondsType(click.FloatRange):
-    """Seconds to wait: no negative ones, no endless ones, and numbers only (nan is none)."""
+class Number(click.FloatRange):
+    """A number within a range; nan, which no range keeps out, is none."""
 
-    name = "seconds"
+    what = "number"
 
     def convert(
         self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number = float(super().convert(value, param, ctx))  # type: ignore[arg-type]
         if math.isnan(number):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+            self.fail(f"{value!r} is not a {self.what}", param, ctx)
         return number
+
+
+class _SecondsType(Number):
+    """Seconds to wait: no negative ones, no endless ones."""
+
+    name = "seconds"
+    what = "number of seconds"
 
 
 SECONDS = _SecondsType(min=0, max=_MOST_S)

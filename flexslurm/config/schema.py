@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from flexslurm.config import bounded
 from flexslurm.config.yaml_text import Loc, Origin, Place, Read, read_yaml
 from flexslurm.errors import ConfigError
 
@@ -154,7 +155,7 @@ def read_text(path: Path) -> str:
             raise ConfigError(
                 f"{status.st_size} bytes are too many for a settings file", file=str(path)
             )
-        return path.read_text(encoding="utf-8")
+        return bounded.read_text(path, _MAX_FILE_BYTES)
     except FileNotFoundError:
         raise ConfigError("no such file", file=str(path), hint=_nearest_file(path)) from None
     except ValueError:  # not UTF-8, or a name with a null character

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexslurm.config.bounded import read_text
 from flexslurm.errors import ModelError, unreadable
 from flexslurm.planner import model_spec
 
@@ -171,7 +172,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not place.exists():
         raise ModelError(f"{place}: no such directory", hint="give a checkpoint directory")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
     except FileNotFoundError:
         raise ModelError(
             f"{file}: no such file",

@@ -170,6 +170,12 @@ def no_gear(problem: Problem, signature: Signature) -> NoGear:
 
 def _misfit(problem: Problem, signature: Signature, need: int, have: int) -> str:
     spec = problem.spec
+    kinds = {k for shape, _ in signature.counts for k in problem.kinds(shape.gpu_type, shape.gpus)}
+    if any(problem.blocks(kind)[0, problem.layers] >= 1 for kind in kinds):
+        return (
+            f"{spec.name} fits on {signature}, but by these figures it gives less than a "
+            "thousandth of a token per second"
+        )
     extra = ""
     if spec.tied:
         head = spec.last_bytes() - spec.last_bytes(alone=True)

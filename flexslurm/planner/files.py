@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from flexslurm.config.bounded import read_bytes, read_text
 from flexslurm.config.site import MeasuredSettings
 from flexslurm.errors import ConfigError, ModelError
 from flexslurm.planner.links import read_links, with_links
@@ -34,7 +35,7 @@ def load_spec(model: str, dtype: str = "bfloat16", *, kv_dtype: str | None = Non
         return ModelSpec.from_config(config_of(model), dtype, kv_dtype=kv_dtype, name=model.lower())
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = msgspec.json.decode(file.read_bytes())
+        config = msgspec.json.decode(read_bytes(file))
     except FileNotFoundError:
         raise ModelError(f"{path}: there is no config.json in it") from None
     except OSError as error:
@@ -119,7 +120,7 @@ def profile_paths(measured: MeasuredSettings) -> tuple[Path, ...]:
 def read_csv(path: Path) -> str:
     """The text of a file of measurements. Raises ConfigError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot read it: {reason}", file=str(path)) from error

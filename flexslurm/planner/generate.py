@@ -8,7 +8,6 @@ are none. The last prices then bound what any plan can be worth. Never says a pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -144,8 +143,8 @@ def _fill(prices: Mapping[StageKind, float], gpu_type: str, gpus: int) -> float:
     """The dearest way to cut so many GPUs."""
     sizes = [(kind.tp, price) for kind, price in prices.items() if kind.gpu_type == gpu_type]
 
-    @cache
-    def dearest(left: int) -> float:
-        return max((price + dearest(left - tp) for tp, price in sizes if tp <= left), default=0.0)
-
-    return dearest(gpus)
+    dearest: list[float] = []
+    for left in range(gpus + 1):
+        ways = (price + dearest[left - tp] for tp, price in sizes if tp <= left)
+        dearest.append(max(ways, default=0.0))
+    return dearest[gpus]

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from flexslurm.config.whole import shown, whole
 from flexslurm.errors import ConfigError
+from flexslurm.planner.csv_lines import cells_of
 from flexslurm.planner.topology import Link, Topology
 
 COLUMNS = ("source", "target", "bytes", "seconds")
@@ -56,14 +58,16 @@ def read_links(text: str, file: str) -> tuple[LinkRow, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#") or not line.strip():
             continue
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
+        cells = [cell.strip() for cell in cells_of(line, file, number)]
         if header:
             rows.append(_row(cells, file, number))
         elif tuple(cells) != COLUMNS:
             raise ConfigError(f"the columns must be {','.join(COLUMNS)}", file=file, line=number)
         header = True
-    if len({row.nbytes for row in rows}) < 2:
-        raise ConfigError("messages of at least two sizes are needed", file=file)
+    if not pair_links(rows):
+        raise ConfigError(
+            "messages of at least two sizes are needed, between the same two nodes", file=file
+        )
     return tuple(rows)
 
 
@@ -76,15 +80,16 @@ def _row(cells: Sequence[str], file: str, line: int) -> LinkRow:
     source, target, nbytes, seconds = cells
     if not source or not target:
         raise fail("a row names two nodes")
-    if not (nbytes.isascii() and nbytes.isdigit()) or int(nbytes) < 1:
-        raise fail(f"bytes must be a whole number of at least 1, not '{nbytes}'")
+    size = whole(nbytes)
+    if not size:
+        raise fail(f"bytes must be a whole number of at least 1, not {shown(nbytes)}")
     try:
         taken = float(seconds)
     except ValueError:
-        raise fail(f"seconds must be a number, not '{seconds}'") from None
+        raise fail(f"seconds must be a number, not {shown(seconds)}") from None
     if not math.isfinite(taken) or taken <= 0:
         raise fail(f"seconds must be a finite number above 0, not {seconds}")
-    return LinkRow(source, target, int(nbytes), taken)
+    return LinkRow(source, target, size, taken)
 
 
 def pair_links(rows: Sequence[LinkRow]) -> tuple[PairLink, ...]:

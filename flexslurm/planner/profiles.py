@@ -17,7 +17,6 @@ rows are of `layers` layers without the ends, all-reduces included.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from flexslurm.config.whole import shown, whole
 from flexslurm.errors import ConfigError
+from flexslurm.planner.csv_lines import cells_of
 from flexslurm.planner.problem import StageKind
 
 COLUMNS = ("phase", "layers", "batch", "context", "seconds")
@@ -159,7 +160,7 @@ def _parse(text: str, file: str) -> tuple[dict[str, str], list[Row]]:
                 )
             header = True
         else:
-            rows.append(_row(next(csv.reader([line])), file, number))
+            rows.append(_row(cells_of(line, file, number), file, number))
     missing = [key for key in ("model", "gpu_type", "tp", "dtype") if key not in about]
     if missing:
         raise ConfigError(
@@ -168,8 +169,8 @@ def _parse(text: str, file: str) -> tuple[dict[str, str], list[Row]]:
             line=1,
             hint="a first line like: # model=llama-3.1-8b gpu_type=a100 tp=1 dtype=bfloat16",
         )
-    if not about["tp"].isdigit() or int(about["tp"]) < 1:
-        raise ConfigError(f"tp must be a whole number, not '{about['tp']}'", file=file, line=1)
+    if not whole(about["tp"]):
+        raise ConfigError(f"tp must be a whole number, not {shown(about['tp'])}", file=file, line=1)
     return about, rows
 
 
@@ -181,17 +182,18 @@ def _row(cells: Sequence[str], file: str, line: int) -> Row:
         raise fail(f"{len(COLUMNS)} values are expected, not {len(cells)}")
     phase = cells[0].strip()
     if phase not in PHASES:
-        raise fail(f"unknown phase '{phase}'; legal: {', '.join(PHASES)}")
-    whole = []
+        raise fail(f"unknown phase {shown(phase)}; legal: {', '.join(PHASES)}")
+    numbers = []
     for name, cell in zip(COLUMNS[1:4], cells[1:4], strict=True):
-        if not cell.strip().isdigit():
-            raise fail(f"{name} must be a whole number of at least 0, not '{cell.strip()}'")
-        whole.append(int(cell))
-    layers, batch, context = whole
+        number = whole(cell)
+        if number is None:
+            raise fail(f"{name} must be a whole number of at least 0, not {shown(cell)}")
+        numbers.append(number)
+    layers, batch, context = numbers
     try:
         seconds = float(cells[4])
     except ValueError:
-        raise fail(f"seconds must be a number, not '{cells[4].strip()}'") from None
+        raise fail(f"seconds must be a number, not {shown(cells[4])}") from None
     if not math.isfinite(seconds) or seconds < 0:
         raise fail(f"seconds must be a finite number of at least 0, not {seconds}")
     needed = {"decode": (layers, batch), "prefill": (layers, batch, context), "load": (layers,)}

@@ -6,6 +6,7 @@
     keys     u64 per entry, ascending: the signature's counts in the mixed radix of the pool's
     offsets  u64 per entry and one more: where each entry begins
     entries  msgpack
+    check    u32: the CRC-32 of all before it
 
 Nothing but the header is decoded before it is asked for. Pure: takes and gives bytes; `files` reads
 and writes them.
@@ -14,6 +15,7 @@ and writes them.
 from __future__ import annotations
 
 import struct
+import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -22,10 +24,11 @@ import msgspec
 from flexslurm.errors import ConfigError
 from flexslurm.gear import Estimates, Gear, NoGear, Replica, Shape, Signature, Stage
 
-MAGIC = b"FLXGEAR\x02"
-_READ = (1, 2)
-"""Versions that are read; entries of the first have no other plans."""
+MAGIC = b"FLXGEAR\x03"
+_READ = (1, 2, 3)
+"""Versions that are read; entries of the first have no other plans, none before 3 has a check."""
 _SIZES = struct.Struct("<3Q")
+_CHECK = struct.Struct("<I")
 
 
 class TablePipeline(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +108,8 @@ class GearTable:
                 file=source,
                 hint="make it again with flexslurm plan --out",
             )
+        if view[7] == MAGIC[7]:
+            view = self._checked(view, source)
         header_size, count, entries_size = _SIZES.unpack(view[len(MAGIC) : start])
         keys = start + header_size
         offsets = keys + 8 * count
@@ -126,6 +131,14 @@ class GearTable:
             )
         }
         self._decode = msgspec.msgpack.Decoder(TableEntry).decode
+
+    @staticmethod
+    def _checked(view: memoryview, source: str) -> memoryview:
+        """All but the check, which must be right: half a second for a gigabyte."""
+        body, check = view[: -_CHECK.size], view[-_CHECK.size :]
+        if _CHECK.unpack(check) != (zlib.crc32(body),):
+            raise ConfigError("the gear table is cut short or damaged", file=source)
+        return body
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -300,7 +313,7 @@ def encode(header: Header, entries: Mapping[Signature, TableEntry]) -> bytes:
     head = encoder.encode(header)
     # The arrays that follow the header are read as 8-byte numbers.
     head_size = len(head)
-    return b"".join(
+    body = b"".join(
         (
             MAGIC,
             _SIZES.pack(head_size, len(blobs), sum(map(len, blobs))),
@@ -310,6 +323,7 @@ def encode(header: Header, entries: Mapping[Signature, TableEntry]) -> bytes:
             *blobs,
         )
     )
+    return body + _CHECK.pack(zlib.crc32(body))
 
 
 def _offsets(blobs: Iterable[bytes]) -> Iterator[int]:

@@ -117,6 +117,8 @@ def _figures(name: str, entry: GpuType, dtype: str) -> GpuFigures:
     memory = entry.memory if entry.memory is not None else known and known.memory_bytes
     bandwidth = entry.memory_bandwidth or (known and known.memory_bandwidth)
     flops = entry.flops or (known and known.flops.get(dtype, known.flops["float16"]))
+    if memory == 0:
+        raise ConfigError("it must be above 0", key=f"{key}.memory")
     for figure, value in (("memory", memory), ("memory_bandwidth", bandwidth), ("flops", flops)):
         if not value:
             raise ConfigError(
@@ -145,7 +147,8 @@ def _cpu_figures(
     """A CPU at its own pace: the card's rates say nothing of it, its memory does."""
     memory = entry.memory if entry.memory is not None else known and known.memory_bytes
     if not memory:
-        raise ConfigError("a virtual GPU needs its memory", key=f"gpu_types.{name}.memory")
+        words = "it must be above 0" if memory == 0 else "a virtual GPU needs its memory"
+        raise ConfigError(words, key=f"gpu_types.{name}.memory")
     link = entry.gpu_link and _link(entry.gpu_link)
     return GpuFigures(
         name=name,

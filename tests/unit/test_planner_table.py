@@ -223,7 +223,7 @@ def test_tables_of_the_version_before_are_read_and_have_no_others(data: bytes) -
         msgspec.msgpack.decode(blob, type=TableEntry) == entries[s]
         for s, blob in old_entries.items()
     )
-    old = GearTable(plain[:7] + b"\x01" + plain[8:])
+    old = GearTable(plain[:7] + b"\x01" + plain[8:-4])
     assert old.gear(POOL) == table.gear(POOL) and old.others(POOL) == ()
 
 
@@ -235,9 +235,19 @@ def test_damage_is_seen(data: bytes) -> None:
         (data + b"x", "cut short"),
         (data[:7] + b"\x09" + data[8:], "version 9"),
         (data[:33] + bytes(10) + data[43:], "damaged"),
+        (data[:7] + b"\x02" + data[8:33] + bytes(10) + data[43:-4], "damaged"),
     ):
         with pytest.raises(ConfigError, match=words):
             GearTable(bad, "gears.bin")
+
+
+def test_one_wrong_byte_anywhere_is_seen(data: bytes) -> None:
+    """A gear that is not the planner's is worse than none."""
+    for at in (*range(32), *range(32, len(data), 37), len(data) - 1):
+        with pytest.raises(ConfigError):
+            GearTable(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "gears.bin")
+        with pytest.raises(ConfigError):
+            GearTable(data[:at], "gears.bin")
 
 
 def test_a_file_is_mapped(data: bytes, tmp_path: Path) -> None:
