@@ -7,6 +7,8 @@ from enum import StrEnum
 
 
 class Result(StrEnum):
+    """What a check comes to."""
+
     OK = "ok"
     NOTE = "note"
     FAIL = "FAIL"

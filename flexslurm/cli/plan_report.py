@@ -22,6 +22,7 @@ Planned = Mapping[Signature, Gear | NoGear]
 
 
 def seconds(value: float) -> str:
+    """A time in the unit that reads best."""
     if value >= 100:
         return f"{value:,.0f} s"
     if value >= 1:
@@ -172,6 +173,7 @@ def compared(before: Gear | NoGear, after: Gear | NoGear) -> list[str]:
 
 
 def capacity_report(found: Capacity, prices: Mapping[str, float]) -> list[str]:
+    """The cheapest part of the pool that carries the load, and the curve of throughput."""
     unit = "cost" if prices else "GPUs"
     cheapest, knee = found.cheapest, found.stops_paying
     rows = [_point(point, prices) for point in _thin(found.curve)]

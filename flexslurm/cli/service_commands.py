@@ -111,6 +111,7 @@ def launch(
 
 
 def describe_left(left: Gear | NoGear) -> str:
+    """The gear that would be left, in words; or that none would."""
     from flexslurm.gear import Gear
 
     if isinstance(left, Gear):

@@ -13,6 +13,8 @@ from flexslurm.messages import AgentHello
 
 
 class AgentState(StrEnum):
+    """What may be done with an agent's GPUs."""
+
     READY = "ready"
     LEAVING = "leaving"
     FAULTY = "faulty"
@@ -20,6 +22,8 @@ class AgentState(StrEnum):
 
 
 class WorkerState(StrEnum):
+    """How far a worker's process is."""
+
     STARTING = "starting"
     READY = "ready"
     STOPPING = "stopping"

@@ -13,6 +13,8 @@ from flexslurm.messages import WeightHolder
 
 
 class Phase(StrEnum):
+    """The phases of a shift; what may follow which is in LEGAL."""
+
     PREPARE = "prepare"
     PARK = "park"
     CLOSE = "close"

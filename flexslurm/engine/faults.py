@@ -65,6 +65,8 @@ class Point(StrEnum):
 
 
 class Deed(StrEnum):
+    """What is done where a fault is reached."""
+
     RAISE = "raise"
     EXIT = "exit"
     HANG = "hang"

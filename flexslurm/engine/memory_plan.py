@@ -25,6 +25,8 @@ from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
 
 
 class MemoryVerdict(StrEnum):
+    """Whether two gears fit into the GPUs' memory at once."""
+
     BESIDE = "beside"
     """The old gear serves until the cut-over."""
     STOP = "stop"

@@ -52,31 +52,43 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Agent to server: fork a worker, whose output goes to the file `log`."""
+
     worker: str
     spec: WorkerSpec
     log: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Agent to server: end a worker, by SIGKILL after `grace_s`."""
+
     worker: str
     grace_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Server to agent: everything is imported, which took `preload_s`."""
+
     preload_s: float
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """Server to agent: the worker's process is there."""
+
     worker: str
     pid: int
 
 
 class SpawnFailed(msgspec.Struct, frozen=True, tag=True):
+    """Server to agent: there is no such process, and why."""
+
     worker: str
     reason: str
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
+    """Server to agent: a worker's process has ended."""
+
     worker: str
     pid: int
     exit_code: int

@@ -31,6 +31,8 @@ from flexslurm.messages import ChunkSampling, FinishReason, SequenceRequest
 
 
 class SequenceState(StrEnum):
+    """Where a sequence is; what may follow is in TRANSITIONS."""
+
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"

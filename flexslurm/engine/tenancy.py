@@ -50,6 +50,8 @@ _FINISH_S = 0.1
 
 
 class TenancyPhase(StrEnum):
+    """What an epoch is doing in this worker."""
+
     INSTALLING = "installing"
     SERVING = "serving"
     BROKEN = "broken"

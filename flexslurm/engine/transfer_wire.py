@@ -94,6 +94,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
+    """The source does not give what was asked for; asking again would not help."""
+
     reason: str
 
 
@@ -123,6 +125,7 @@ def data_key(keys: ServiceKeys) -> bytes:
 
 
 def crc_of(views: Sequence[memoryview]) -> int:
+    """CRC-32 of some memory, one view after the other."""
     crc = 0
     for view in views:
         crc = zlib.crc32(view, crc)

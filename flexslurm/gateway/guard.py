@@ -92,6 +92,8 @@ def _digest(key: bytes) -> bytes:
 
 
 class HttpCounter(Protocol):
+    """Counts requests; the metrics do."""
+
     def http(self, method: str, path: str, status: int) -> None: ...
 
 

@@ -39,6 +39,7 @@ def clean(text: str) -> str:
 
 
 def error_body(error: RequestError) -> ErrorBody:
+    """An error as OpenAI's API tells it, its hint included."""
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     param = None if error.param is None else clean(error.param)
     return ErrorBody(clean(message), error.error_type, param, error.code)
@@ -51,6 +52,7 @@ def answer(body: ErrorBody, status: int, headers: Mapping[str, str] | None = Non
 
 
 def request_error(error: RequestError) -> Response:
+    """The response to a request that is refused, with the headers its kind asks for."""
     headers: dict[str, str] = {}
     if error.transient:
         headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -60,6 +62,7 @@ def request_error(error: RequestError) -> Response:
 
 
 def http_error(error: HTTPException, path: str, method: str) -> Response:
+    """The response to what the framework refuses: no such path or method, no JSON."""
     status = error.status_code
     message = str(error.detail)
     if status == 404 and message == "Not Found":

@@ -26,6 +26,8 @@ _QUEUE_LEAST = 2
 
 
 class RoutingVerdict(StrEnum):
+    """What becomes of a sequence that looks for a replica."""
+
     PLACED = "placed"
     HELD = "held"
     """Every replica that could take it is busy."""

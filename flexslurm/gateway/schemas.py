@@ -94,6 +94,8 @@ class _Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
+    """What a stream tells besides its text."""
+
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = False
@@ -101,6 +103,8 @@ class StreamOptions(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    """Only `text` is done here."""
+
     model_config = ConfigDict(extra="ignore")
 
     type: str = "text"

@@ -26,6 +26,8 @@ from flexslurm.messages import FinishReason, SequenceRequest, ServiceState, Toke
 
 
 class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what is accepted, and how long it waits."""
+
     model_context: int
     """Tokens the model itself can take."""
     max_waiting: int = 1024

@@ -22,6 +22,8 @@ _LAST = 5
 
 
 class LessonPart(StrEnum):
+    """Which of a shift's times."""
+
     TRANSFER = "transfer"
     PAUSE = "pause"
 

@@ -31,6 +31,8 @@ class StagePlace(msgspec.Struct, frozen=True):
 
 
 class ReplicaPlace(msgspec.Struct, frozen=True):
+    """A replica of the gear that serves."""
+
     number: int
     """In the gear."""
     epoch: int
@@ -50,6 +52,8 @@ class BlockTable(msgspec.Struct, frozen=True):
 
 
 class LightCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What lives where after a shift; no weights and no KV."""
+
     format: int = FORMAT
     head: str
     epoch: int

@@ -12,6 +12,8 @@ from flexslurm.engine.ownership import ReplicaAt
 
 
 class MoverPhase(StrEnum):
+    """Where a move of sequences is; what may follow is in LEGAL."""
+
     ROUNDS = "rounds"
     LAST = "last"
     DONE = "done"
@@ -81,12 +83,16 @@ class OldEnd:
 
 @dataclass(slots=True)
 class NewEnd:
+    """A replica that sequences move to."""
+
     at: ReplicaAt
     driver: NewDriver
 
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
+    """Bounds of a move."""
+
     rate_bytes_per_s: float = 0.0
     """In ROUNDS, for each source; 0: no bound. LAST has none: streams stand still."""
     pull_timeout_s: float = 30.0

@@ -22,6 +22,8 @@ class RendezvousGet(Message, frozen=True, tag="rdv.get"):
 
 
 class RendezvousAdd(Message, frozen=True, tag="rdv.add"):
+    """Add to the number under a key; answered by `RendezvousValue` with the sum."""
+
     epoch: int
     key: str
     amount: int

@@ -57,6 +57,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(StrEnum):
+    """How a sequence ended."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"

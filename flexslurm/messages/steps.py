@@ -54,6 +54,8 @@ class FreeBlocks(Message, frozen=True, tag="head.free_blocks"):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """The next token of a sequence, with log probabilities where they are wanted."""
+
     seq_id: str
     token: int
     logprobs: TokenLogprobs | None = None

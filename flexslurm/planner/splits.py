@@ -23,6 +23,8 @@ Values = npt.NDArray[Any]
 
 
 class PlannedStage(msgspec.Struct, frozen=True):
+    """Layers `[lo, hi)` on a stage kind, with as many blocks of KV as fit beside."""
+
     kind: StageKind
     lo: int
     hi: int

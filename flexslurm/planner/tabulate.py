@@ -62,6 +62,7 @@ def allocations(pilots: Sequence[PilotKind]) -> Iterator[tuple[int, ...]]:
 
 
 def pilots_signature(pilots: Sequence[PilotKind], counts: Sequence[int]) -> Signature:
+    """The allocation that so many pilots of each kind hold."""
     total: Counter[Shape] = Counter()
     for pilot, times in zip(pilots, counts, strict=True):
         for shape, count in pilot.nodes.counts:
