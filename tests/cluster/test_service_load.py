@@ -35,7 +35,7 @@ SLOW = "a100 tp1 [0,6)"
 STREAMS, LONG, ROUNDS = 12, 200, 6
 
 
-class Load:
+class Pressure:
     """Three times as many streams as the slow gear has places for, as long as is needed."""
 
     def __init__(self, service: RunningService) -> None:
@@ -97,7 +97,7 @@ def test_load_makes_the_shift_where_it_gains_enough_and_tokens_stay_the_same(
         assert gear_of(idle) == SLOW and saturated(idle) == 0, "nobody asks for more than it does"
         shifts = len(idle.shifts)
 
-        load = Load(service)
+        load = Pressure(service)
         if ratio > 10:
             status = load.until(lambda s: saturated(s) == 2 and "saturated" in s.reason)
             load.end(expected)
