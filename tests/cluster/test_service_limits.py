@@ -29,6 +29,7 @@ from flexslurm.planner.files import open_table
 from flexslurm.wire.journal import Journal, read_journal
 from flexslurm.wire.service_dir import ServiceDir
 from tests.service_harness import (
+    SLOWLY,
     Ask,
     RunningService,
     check,
@@ -56,7 +57,8 @@ def plan(
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RunningService]:
     home = tmp_path_factory.mktemp("limits")
-    with running(home, tiny_service(tiny_model, POOL, lost_after="6s"), tiny_site()) as service:
+    settings = tiny_service(tiny_model, POOL, lost_after="6s")
+    with running(home, settings, tiny_site(2 * SLOWLY)) as service:
         yield service
 
 
