@@ -144,7 +144,7 @@ def it_is_had_back(here: World, fragment: str) -> None:
     try:
         here.load.in_the_middle()
         assert take_back(here, fragment).message == f"{fragment} had ended: it is started again"
-        here.ready(fragment)
+        here.ready(fragment, timeout_s=120)
         here.load.one_more_each()
     finally:
         here.load.finish()
