@@ -57,13 +57,22 @@ def number(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
-        return float(value)
+        return _finite_or_endless(value)
     if isinstance(value, Mapping):
         if value.get("infinite") is True:
             return INFINITE
         if value.get("set") is True:
             return number(value.get("number"))
     return None
+
+
+def _finite_or_endless(value: float) -> float | None:
+    """None for NaN, -Infinity and what no float holds, all of which Python's JSON reads."""
+    try:
+        told = float(value)
+    except OverflowError:
+        return None
+    return told if told > -INFINITE else None
 
 
 def words(value: object) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexslurm.config.site import SlurmSettings
@@ -160,6 +160,10 @@ flat = st.dictionaries(st.sampled_from(KEYS), leaves | st.lists(leaves, max_size
 plain = leaves | flat | st.dictionaries(st.sampled_from(KEYS), flat, max_size=3)
 
 
+@example({"restart_cnt": float("nan")})
+@example({"restart_cnt": 10**400})
+@example({"job_id": float("-inf")})
+@example({"job_state": "FAILED", "exit_code": {"return_code": float("nan")}})
 @given(st.dictionaries(st.sampled_from([*OLD, "state", "state_flags"]), plain))
 def test_no_form_is_too_strange(record: dict[str, Any]) -> None:
     job = job_of(record, NOW, {})
