@@ -24,21 +24,24 @@ def bench() -> None:
 @bench.command()
 @shared.FIGURES_FILE
 @click.option("--quick", is_flag=True, help="A smaller model and fewer shifts.")
+@click.option("--only", metavar="WORDS", help="Shifts from or to a gear with these words in it.")
 @shared.KEEP
-def shift(json_file: Path | None, quick: bool, keep: bool) -> None:
+def shift(json_file: Path | None, quick: bool, only: str | None, keep: bool) -> None:
     """Change gears under streams on virtual GPUs, and print what each shift cost.
 
     FILE gets a list with one object for each shift.
     """
-    from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts
+    from flexslurm.cli.bench_shift import FULL, QUICK, measure_shifts, part_of
     from flexslurm.cli.endings import scratch_directory
 
     if json_file is not None:
         check_writable(json_file)
+    plan = QUICK if quick else FULL
+    plan = plan if only is None else part_of(plan, only)
     with scratch_directory("flexslurm-shifts-", keep=keep) as home:
         if keep:
             click.echo(f"kept: {home}")
-        figures = measure_shifts(home, QUICK if quick else FULL, click.echo)
+        figures = measure_shifts(home, plan, click.echo)
     click.echo(table(figures))
     if json_file is not None:
         write_figures(json_file, figures)

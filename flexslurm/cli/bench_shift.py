@@ -42,7 +42,8 @@ class ShiftFigures(msgspec.Struct, kw_only=True):
     gap_steps_beyond_move: float | None
     """The same without the bytes that move in the pause, which take what they take.
 
-    Beside a serving gear these are the last blocks, where gears do not fit weights and KV.
+    Beside a serving gear these are the last blocks, where gears do not fit all KV; weights that
+    do not come before the pause are not left out.
     """
     pause_s: float
     """Of the head's own history: from the pause of the old gear to the start of the new one."""
@@ -116,6 +117,15 @@ FULL = BenchPlan(
 )
 
 
+def part_of(plan: BenchPlan, words: str) -> BenchPlan:
+    """Only the shifts that have these words in what they are from or to. Raises ServiceError."""
+    walk = tuple(one for one in plan.walk if any(words in layout for layout in one))
+    if not walk:
+        known = "; ".join(f"{before} to {after}" for before, after in plan.walk)
+        raise ServiceError(f"no shift of the bench is from or to '{words}'", hint=known)
+    return replace(plan, walk=walk)
+
+
 def measure_shifts(home: Path, plan: BenchPlan, say: Say) -> list[ShiftFigures]:
     """All shifts of a plan. Raises FlexslurmErrors of what cannot be launched or shifted."""
     from flexslurm.engine.shift_plan import LinkRates
@@ -160,9 +170,10 @@ def _figures(
 
     line, switched = one.line, one.switched
     gap_s, recompute_s, step_s = one.extra_gap_s, other.extra_gap_s, one.step_s
-    transfer_s = float(line["weights_move_s"]) + float(line["kv_move_s"])
+    kv_move_s = float(line["kv_move_s"])
+    transfer_s = float(line["weights_move_s"]) + kv_move_s
     moved, last_move_s = moved_bytes(line), float(switched["last_move_s"])
-    in_pause_s = last_move_s if line["mode"] == "beside" else min(transfer_s, last_move_s)
+    in_pause_s = last_move_s if line["mode"] == "beside" else min(kv_move_s, last_move_s)
     return ShiftFigures(
         before=str(line["from"]),
         after=str(line["to"]),

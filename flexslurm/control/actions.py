@@ -57,6 +57,14 @@ class PlanShift:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkAhead:
+    """Copy full blocks aside while the replicas that go serve; answered by `ParkedAhead`."""
+
+    epoch: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ParkAll:
     """Pause the replicas that go and copy their KV aside; answered by `Parked`."""
 
@@ -141,6 +149,7 @@ Action = (
     | MeetEpoch
     | ForgetEpoch
     | PlanShift
+    | ParkAhead
     | ParkAll
     | ParkAway
     | DropAway

@@ -20,6 +20,7 @@ from flexslurm.control.actions import (
     DropShift,
     ForgetEpoch,
     MeetEpoch,
+    ParkAhead,
     ParkAll,
     ParkAway,
     PlanShift,
@@ -37,7 +38,16 @@ from flexslurm.messages import Message
 log = logging.getLogger(__name__)
 
 
-MoveAction = PlanShift | ParkAll | ParkAway | DropAway | BeginTransfer | BeginCutover | SwitchOver
+MoveAction = (
+    PlanShift
+    | ParkAhead
+    | ParkAll
+    | ParkAway
+    | DropAway
+    | BeginTransfer
+    | BeginCutover
+    | SwitchOver
+)
 
 
 class Effects(Protocol):
@@ -62,6 +72,8 @@ class Effects(Protocol):
     # A shift's moves. Answers that are known at once are returned, later ones come as events.
 
     def plan_shift(self, ask: PlanShift) -> ShiftEvent: ...
+
+    def park_ahead(self, epoch: int, deadline_s: float) -> ShiftEvent | None: ...
 
     def park_all(self, epoch: int) -> ShiftEvent | None: ...
 
@@ -130,6 +142,8 @@ class Controller:
         match action:
             case PlanShift():
                 answer = self._effects.plan_shift(action)
+            case ParkAhead(epoch, deadline_s):
+                answer = self._effects.park_ahead(epoch, deadline_s)
             case ParkAll(epoch):
                 answer = self._effects.park_all(epoch)
             case ParkAway(replicas, deadline_s):

@@ -69,6 +69,13 @@ class ShiftPlanned:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedAhead:
+    """The answer to `ParkAhead`: full blocks are aside that can be."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parked:
     """The answer to `ParkAll`: all KV is aside that can be."""
 
@@ -208,7 +215,7 @@ class Unreachable:
 
 PilotEvent = PilotGone | PilotLeaving | PilotStays
 RollEvent = Heard | Tick | Cordon | PilotEvent | PilotEnds | PartNode | NodeNoticed | Unreachable
-ShiftEvent = ShiftPlanned | Parked | Transferred | CutOver | MoveFailed | Switched
+ShiftEvent = ShiftPlanned | ParkedAhead | Parked | Transferred | CutOver | MoveFailed | Switched
 Event = RollEvent | ShiftEvent | ParkedAway | ReplicaBroken | ShiftWanted | GearPlanned | Measured
 
 

@@ -25,6 +25,8 @@ class Holdings:
 
     def __init__(self) -> None:
         self._told: dict[Held, float | None] = {}
+        self._twice: set[Held] = set()
+        """Told once more before it has said that it is closed: it will say so twice."""
 
     def __iter__(self) -> Iterator[Held]:
         return iter(tuple(self._told))
@@ -53,13 +55,26 @@ class Holdings:
         order = Retire(epoch=epoch, keep_weights=keep_weights, after_s=after_s)
         return [Send(held.worker, order) for held in told]
 
+    def close_for_good(self, now: float, worker: str, epoch: int, after_s: float) -> Send:
+        """Tell a worker to close what is left of an epoch whose weights it was to keep."""
+        held = Held(worker, epoch)
+        if self._told.get(held) is not None:
+            self._twice.add(held)
+        self._told[held] = now
+        return Send(worker, Retire(epoch=epoch, after_s=after_s))
+
     def closed(self, worker: str, epoch: int) -> None:
-        self._told.pop(Held(worker, epoch), None)
+        held = Held(worker, epoch)
+        if held in self._twice:
+            self._twice.remove(held)
+        else:
+            self._told.pop(held, None)
 
     def forget(self, worker: str) -> None:
         """The worker is gone, and what it held with it."""
         for held in [held for held in self._told if held.worker == worker]:
             del self._told[held]
+            self._twice.discard(held)
 
     def closing(self, workers: Collection[str] | None = None) -> frozenset[Held]:
         """What was told to close and is not closed yet, on these workers or on any."""

@@ -9,6 +9,7 @@ from flexslurm.control.events import (
     CutOver,
     MoveFailed,
     Parked,
+    ParkedAhead,
     ShiftEvent,
     ShiftPlanned,
     ShiftReport,
@@ -30,6 +31,8 @@ def hear_of_moves(
     match event:
         case ShiftPlanned(_, order):
             return _on_planned(shift, order)
+        case ParkedAhead():
+            shift.parked_ahead = True
         case Parked():
             shift.parked = True
         case Transferred():

@@ -64,18 +64,21 @@ class PhaseWords:
 WORDS: Mapping[Phase, PhaseWords] = {
     _P.PREPARE: PhaseWords(
         "missing workers start, leftovers of earlier epochs are closed, moves and memory are "
-        "planned; before PARK groups form and stages are cut, which takes no memory",
+        "planned; before PARK groups form, stages are cut, weights of other GPUs come to host "
+        "memory and full blocks are copied there",
         "all workers are up and free, the plan is there, and what could be made is made",
         "serves",
     ),
     _P.PARK: PhaseWords(
-        "the drivers stop at a step boundary, live KV is copied to host memory",
+        "the drivers stop at a step boundary, live KV that is not yet there is copied to host "
+        "memory",
         "every worker has answered, or nothing of the old gear is left",
         "pauses",
     ),
     _P.CLOSE: PhaseWords(
-        "the old epoch's groups and memory are closed",
-        "every worker has said that it is closed",
+        "the old epoch's memory is freed; its groups too, unless its weights are handed over: "
+        "then these close after COMMIT",
+        "every worker has said so",
         "is over",
     ),
     _P.INSTALL: PhaseWords(

@@ -35,11 +35,13 @@ from flexslurm.control.actions import (
     DropShift,
     ForgetEpoch,
     MeetEpoch,
+    ParkAhead,
     ParkAll,
     Record,
     Send,
 )
 from flexslurm.control.holdings import Holdings
+from flexslurm.control.install_message import install_message
 from flexslurm.control.installed import (
     InstalledGear,
     InstalledReplica,
@@ -51,7 +53,7 @@ from flexslurm.control.patience import patience_s
 from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import shift_request
 from flexslurm.gear import Gear, Slot, replica_slots
-from flexslurm.messages import Assemble, Install, Pacing, Retire, StartWorkers
+from flexslurm.messages import Assemble, Install, Pacing, StartWorkers
 
 
 @dataclass(slots=True)
@@ -84,7 +86,9 @@ class Shift:
     order: ShiftOrder | None = None
     assemble_by: float | None = None
     """When PARK begins at the latest; None: nothing was assembled beforehand."""
-    assembled: set[str] = field(default_factory=set)
+    assembled: dict[str, bool] = field(default_factory=dict)
+    """Workers, and whether each has on its host all that it takes from others."""
+    parked_ahead: bool = False
     installed: set[str] = field(default_factory=set)
     lingering: set[tuple[str, int]] = field(default_factory=set)
     """Workers with weights of epochs that are closed, which others may take."""
@@ -177,7 +181,8 @@ class Shift:
                 members.agents[agent].absolve()
         if self.phase is Phase.ABORT:
             actions += [DropShift(self.epoch, self.failure), ForgetEpoch(self.epoch)]
-            actions += [*holdings.close(now, self.epoch), *self._let_go()]
+            actions += holdings.close(now, self.epoch)
+            actions += self.let_go(now, holdings, 0.0)
         return actions
 
     def _go_on(
@@ -255,10 +260,14 @@ class Shift:
         if not (self.replaced and self.target and self.order.mode is Mode.PARK):
             return True
         if self.assemble_by is None:
-            self.assemble_by = now + self._bound(self.settings.assemble_timeout_s, members, now) / 2
+            whole_s = self.settings.assemble_timeout_s + 4.0 * self.order.transfer_s
+            ahead_s = self._bound(whole_s, members, now) / 2
+            self.assemble_by = now + ahead_s
             self.deadline = max(self.deadline, self.assemble_by + 1.0)
             self._send_installs(members, holdings, actions, early=True)
-        return self.assembled >= self._new_workers or now >= self.assemble_by
+            actions.append(ParkAhead(self.epoch, ahead_s))
+        made = self.parked_ahead and self.assembled.keys() >= self._new_workers
+        return made or now >= self.assemble_by
 
     def _begin(
         self, now: float, members: Members, holdings: Holdings, actions: list[Action]
@@ -289,11 +298,11 @@ class Shift:
             self.lingering |= {(worker, key.epoch) for worker in one.workers if keep}
         self.old = old.without(going)
 
-    def _let_go(self) -> list[Action]:
-        """Weights that were kept of what is closed are not needed any more."""
-        told = [Send(worker, Retire(epoch=epoch)) for worker, epoch in sorted(self.lingering)]
+    def let_go(self, now: float, holdings: Holdings, after_s: float) -> list[Action]:
+        """What was kept of what is closed is not needed any more: its weights, and its groups."""
+        kept = sorted(self.lingering)
         self.lingering.clear()
-        return list(told)
+        return [holdings.close_for_good(now, *held, after_s) for held in kept]
 
     # INSTALL
 
@@ -322,29 +331,20 @@ class Shift:
     def _message(
         self, slot: Slot, one: InstalledReplica, members: Members, order: ShiftOrder
     ) -> Install:
-        return Install(
-            epoch=self.epoch,
-            model=self.settings.model,
-            dtype=self.settings.dtype,
-            block_tokens=self.gear.block_tokens,
-            slot=slot,
-            replica=one.replica,
-            peers=one.peers(),
+        staged = all(self.assembled.get(worker) for worker in self._new_workers)
+        meeting = 1 if staged else len(self._new_workers)
+        serving = self.phase is Phase.PREPARE or order.mode is Mode.BESIDE
+        return install_message(
+            slot, one, self.settings, order,
             arena_bytes=members.arena_bytes(self.placement[slot], self.settings.memory_fraction),
-            timeout_s=self.settings.install_timeout_s,
-            pacing=self.pacing.get(slot),
-            holders=order.holders,
-            hand_over=len(self._new_workers) if self.lingering else 0,
-            turn_layers=max(order.turn_layers, 1),
-            rate_bytes_per_s=order.rate_bytes_per_s,
-            probe=self.settings.probe,
-        )
+            block_tokens=self.gear.block_tokens, pacing=self.pacing.get(slot),
+            hand_over=meeting if self.lingering else 0, serving=serving,
+        )  # fmt: skip
 
     # TRANSFER and CUTOVER
 
     def _move(self, now: float, members: Members, actions: list[Action]) -> None:
         assert self.order is not None
-        actions += self._let_go()
         parked = self.order.mode is Mode.PARK and self.parked
         if self.order.mode is Mode.BESIDE and self.replaced:
             self.enter(

@@ -27,19 +27,14 @@ from flexslurm.control.agenda import Agenda
 from flexslurm.control.choices import Decision
 from flexslurm.control.events import (
     ControlSettings,
-    CutOver,
     Event,
     GearPlanned,
     Measured,
-    MoveFailed,
-    Parked,
     ParkedAway,
     ReplicaBroken,
-    ShiftPlanned,
+    ShiftEvent,
     ShiftReport,
     ShiftWanted,
-    Switched,
-    Transferred,
 )
 from flexslurm.control.farewell import Farewells
 from flexslurm.control.given_back import best_at_once
@@ -135,7 +130,7 @@ class Control:
                 actions = self.watch.lives.pass_time(now, self.members.agents.values())
                 if self.watch.take(now, sample, self.current):
                     self._agenda.soon(now)
-            case ShiftPlanned() | Parked() | Transferred() | CutOver() | MoveFailed() | Switched():
+            case event if isinstance(event, ShiftEvent):
                 actions = hear_of_moves(now, event, self.shift, self.history)
             case _:
                 told = self._roll.take(now, event)
@@ -188,7 +183,7 @@ class Control:
             case Retired(epoch=epoch):
                 self.holdings.closed(worker.worker, epoch)
             case Assembled(epoch=epoch) if shift is not None and epoch == shift.epoch:
-                shift.assembled.add(worker.worker)
+                shift.assembled[worker.worker] = message.staged
             case Installed(epoch=epoch) if shift is not None and epoch == shift.epoch:
                 shift.on_installed(worker.worker)
             case InstallFailed(epoch=epoch) if shift is not None and epoch == shift.epoch:
@@ -374,6 +369,7 @@ class Control:
             calm = all(map(self.members.stays, one.agents))
             after_s = shift.settings.close_after_s if calm else 0.0
             retires += self.holdings.close(now, key.epoch, one.workers, after_s=after_s)
+        retires += shift.let_go(now, self.holdings, shift.settings.close_after_s)
         self._aftermath.replaced(shift.epoch)
         record = {"event": "committed", "epoch": shift.epoch, "took_s": now - shift.started_at}
         # A cut-over is on disk since before its pause, and streams wait for nothing that is not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from flexslurm.engine import faults
 from flexslurm.engine.arena import Arena
@@ -53,6 +54,21 @@ class Host:
     """An epoch is torn down, and whether nothing of it is left."""
 
 
+class AwaitedRoom(Protocol):
+    """Whether there is room in the arena yet."""
+
+    def waits(self) -> bool:
+        """There is none."""
+        ...
+
+    def come(self, timeout_s: float, *, staged: bool) -> Install:
+        """Wait for it, and give what is asked; `staged`: all that peers have is on this host.
+
+        Raises DeadlineExceeded.
+        """
+        ...
+
+
 class Installer:
     """One install; raises StaleEpoch when `stopped`, DeadlineExceeded after the install's time."""
 
@@ -61,9 +77,8 @@ class Installer:
         install: Install,
         host: Host,
         stopped: Callable[[], bool],
-        room: Callable[[float], Install],
+        room: AwaitedRoom,
     ) -> None:
-        """`room` waits so many seconds at most for room in the arena, and gives what is asked."""
         self._install, self._host, self._stopped, self._room = install, host, stopped, room
         self._shape = install.replica.stages[install.slot.stage]
         self._deadline = time.monotonic() + install.timeout_s
@@ -101,25 +116,40 @@ class Installer:
             )
             stage = build_stage(
                 plan, arena, group, progress=self.progress, filler=filler,
-                hand_over=lambda: self._hand_over(info, arena),
+                hand_over=lambda: self._hand_over(info, arena, filler),
             )  # fmt: skip
         layers = shape.lo, shape.hi
         self._host.transfers.open(Tenant(install.epoch, arena, stage.store, layers, stage.heads))
         return stage
 
-    def _hand_over(self, info: ModelInfo, arena: Arena) -> HandOver | None:
-        waited_from = time.monotonic()
-        install = self._install = self._room(_ROOM_S)
+    def _hand_over(self, info: ModelInfo, arena: Arena, filler: PeerFiller) -> HandOver | None:
+        waited_from, staged = time.monotonic(), False
+        if self._room.waits():
+            staged = filler.stage(self._staging_bytes(), self._room.waits)
+        install = self._install = self._room.come(_ROOM_S, staged=staged)
         self._deadline += time.monotonic() - waited_from
+        filler.go_on(install.rate_bytes_per_s, self._deadline)
         self.progress("build", 0, 0)  # raises where it is over
         if not install.hand_over:
             return None
 
         def meet(name: str) -> None:
+            if install.hand_over == 1:
+                return  # nobody takes from anybody
             self._host.rendezvous.meet(install.epoch, name, install.hand_over, self._left_s())
 
         kept = self._host.transfers.kept
         return LayersInTurn(self._shards(info), arena, kept, install.turn_layers, meet)
+
+    def _staging_bytes(self) -> int:
+        """Half of what the host may give to all workers here; KV that is parked needs some too."""
+        install, here = self._install, self._address()
+        near = {p.worker for p in install.peers if p.address == here}
+        near |= {holder.worker for holder in install.holders if holder.address == here}
+        return self._host.transfers.lot.spare_bytes // (2 * max(len(near), 1))
+
+    def _address(self) -> str:
+        return next(p.address for p in self._install.peers if p.worker == self._host.worker)
 
     def _shards(self, info: ModelInfo) -> ShardMap:
         return ShardMap(info, self._install.dtype, self._install.block_tokens)
@@ -139,7 +169,7 @@ class Installer:
 
     def _node(self) -> str:
         """The name of our node, if anybody there has weights: else nobody is near."""
-        here = next(p.address for p in self._install.peers if p.worker == self._host.worker)
+        here = self._address()
         near = (
             holder.node
             for holder in self._install.holders

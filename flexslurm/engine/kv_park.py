@@ -47,7 +47,10 @@ class KvParker:
             return
         with self._lock:
             self._wanted.setdefault(order.epoch, set()).add(order.ticket)
-        if not self._tenants.work(order.epoch, partial(self._park, tenant, order, began)):
+        # To host memory at a rate: ahead of a pause, beside what serves. To files: there is haste.
+        paced = order.directory is None and order.rate_bytes_per_s > 0.0
+        job = partial(self._park, tenant, order, began)
+        if not self._tenants.work(order.epoch, job, paced=paced):
             with self._lock:
                 self._is_wanted(order)
             self._parked(order, began, 0, order.blocks, "too many transfers wait")

@@ -285,13 +285,22 @@ class ParkingLot:
     def used_bytes(self) -> int:
         return self._used_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """What may yet be used, as things are now."""
+        with self._lock:
+            return max(self._limit() - self._used_bytes, 0)
+
+    def _limit(self) -> int:
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        return (_available_bytes() + self._used_bytes) // 2
+
     def open(self, box: ParkedBox, blocks: int) -> HostSet:
         """Room for so many blocks, not to be found yet; raises CapacityError."""
         need = box.block_bytes * blocks
         with self._lock:
-            limit = self._limit_bytes
-            if limit is None:
-                limit = (_available_bytes() + self._used_bytes) // 2
+            limit = self._limit()
             if self._used_bytes + need > limit:
                 raise CapacityError(
                     f"{need} bytes cannot be parked: {self._used_bytes} of {limit} bytes of host "

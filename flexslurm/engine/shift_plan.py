@@ -125,6 +125,8 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     kv: tuple[Traffic, ...]
     transfer_s: float
     pause_s: float
+    ahead_s: float = 0.0
+    """Where both gears do not fit: of the transfers, what comes to host memory before the pause."""
 
     @cached_property
     def totals(self) -> dict[str, dict[LinkKind, int]]:
@@ -135,16 +137,19 @@ class ShiftPlan(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     def served_share(self) -> float:
         """Of the throughput before, what the shift leaves of it on average while it lasts."""
         whole = self.transfer_s + self.pause_s
-        if self.memory.verdict is MemoryVerdict.STOP or whole <= 0:
-            return 0.0
-        return BESIDE_SHARE * self.transfer_s / whole
+        stop = self.memory.verdict is MemoryVerdict.STOP
+        beside_s = self.ahead_s if stop else self.transfer_s
+        return BESIDE_SHARE * beside_s / whole if whole > 0 else 0.0
 
     def _handing_over(self) -> str:
         turn = self.memory.turn_layers
         if not turn:
             return "not even layer by layer do both fit: weights are read from the files"
         layers = "layer by layer" if turn == 1 else f"up to {turn} layers at once"
-        return f"weights are handed over from the old gear, {layers}, and not read from the files"
+        return (
+            f"weights are handed over from the old gear, {layers}, and not read from the files; "
+            "what other GPUs give comes to host memory while it serves"
+        )
 
     def lines(self) -> tuple[str, ...]:
         """The plan in words, for people."""
@@ -211,7 +216,9 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
     weights = _weight_traffic(slots, holders)
     kv = _kv_traffic(shards, facts, moving, routes, last=False)
     last = _kv_traffic(shards, facts, moving, routes, last=True)
-    transfer_s = _seconds((*weights, *kv), facts, paced=not stop)
+    # What does not fit beside waits on the hosts, if its givers live until then.
+    ahead_s = _seconds(weights, facts, paced=True) if stop and memory.turn_layers else 0.0
+    moving_s = _seconds(kv if ahead_s else (*weights, *kv), facts, paced=not stop)
     ending = _seconds(last, facts, paced=False) + facts.probe_s + 3 * facts.step_s
     return ShiftPlan(
         kept=dict(facts.kept),
@@ -224,8 +231,9 @@ def plan_shift(shards: ShardMap, facts: ShiftFacts) -> ShiftPlan:
         memory=memory,
         weights=weights,
         kv=kv,
-        transfer_s=transfer_s,
-        pause_s=transfer_s + ending if stop else ending,
+        transfer_s=ahead_s + moving_s,
+        pause_s=moving_s + ending if stop else ending,
+        ahead_s=ahead_s,
     )
 
 

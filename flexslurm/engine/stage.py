@@ -141,7 +141,7 @@ class LoadedStage:
 def _let_go(arena: Arena, epoch: int, store: KvStore | None, *, keep_weights: bool = False) -> int:
     freed = 0 if store is None else store.close() * store.page_bytes
     freed += 0 if keep_weights else arena.weights.release(epoch)
-    if freed:
+    if freed and not keep_weights:  # else streams wait, and what follows takes the memory anyway
         arena.settle()
     return freed
 

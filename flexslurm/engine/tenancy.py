@@ -47,6 +47,8 @@ _CLOSE_S = 5.0
 _CAUSE_FIRST_S = 0.5
 _FINISH_S = 0.1
 """For a step that is just ending: a group is best closed when nothing is under way in it."""
+_LINGER_S = 150.0
+"""For the last word on an epoch whose weights are kept; its groups then close without it."""
 
 
 class TenancyPhase(StrEnum):
@@ -74,6 +76,8 @@ class Tenancy:
         self._steps: queue.Queue[Order | None] = queue.Queue(_MAX_WAITING_STEPS)
         self._overflow = False
         self._keep_weights = False
+        self._vacated, self._last = threading.Event(), threading.Event()
+        """Its memory is free, bar weights that are kept; these are not needed any more."""
         self._stop = threading.Event()
         self._room = threading.Event()
         """There is room for the stage, or nothing is waited for any more."""
@@ -102,7 +106,8 @@ class Tenancy:
     def retire(self, timeout_s: float, *, keep_weights: bool = False) -> bool:
         """End the epoch and wait for its thread; whether it ended in time. Idempotent.
 
-        `keep_weights`: others may take from them until `Transfers.let_go`.
+        `keep_weights`: others may take from them until `Transfers.let_go`. Streams wait then: its
+        pages are free when this returns, and its groups are closed once it is retired for good.
         What waits is dropped and what runs is broken off, also in a collective with a peer that
         is dead or hangs.
         """
@@ -114,6 +119,11 @@ class Tenancy:
         self._host.rendezvous.cancel(self.epoch, "it was retired")
         with contextlib.suppress(queue.Full):  # then the thread does not wait for steps
             self._steps.put_nowait(None)
+        if keep_weights:
+            if not self._vacated.wait(_FINISH_S):
+                self._groups.abort()
+            return self._vacated.wait(timeout_s)
+        self._last.set()
         self._thread.join(_FINISH_S)
         self._groups.abort()
         self._thread.join(timeout_s)
@@ -165,7 +175,7 @@ class Tenancy:
 
     def _install_stage(self) -> Installed:
         install = self._install
-        installer = Installer(install, self._host, self._stop.is_set, self._await_room)
+        installer = Installer(install, self._host, self._stop.is_set, self)
         pacer = Pacer(install.pacing, self._stop.wait)  # first, as it may refuse its figures
         samples = route(install.replica, install.slot).samples
         stages = len(install.replica.stages)
@@ -193,10 +203,15 @@ class Tenancy:
             move_s=stage.filled.move_s,
         )
 
-    def _await_room(self, timeout_s: float) -> Install:
-        """The install that is to be done, once there is room for it."""
-        if not self._room.is_set():
-            self._host.send(Assembled(worker=self._host.worker, epoch=self.epoch))
+    def waits(self) -> bool:
+        """Whether there is no room for the stage yet."""
+        return not self._room.is_set()
+
+    def come(self, timeout_s: float, *, staged: bool) -> Install:
+        """The install that is to be done, once there is room for it; see `install.AwaitedRoom`."""
+        if self.waits():
+            done = Assembled(worker=self._host.worker, epoch=self.epoch, staged=staged)
+            self._host.send(done)
             if not self._room.wait(timeout_s):
                 raise DeadlineExceeded(f"there was no room for the stage within {timeout_s:g} s")
         return self._install
@@ -273,11 +288,15 @@ class Tenancy:
         if not settled:
             log.error("epoch %d: still moved after %g s", self.epoch, _CLOSE_S)
         stage, self._stage = self._stage, None
+        keep_weights = self._keep_weights
         if stage is not None:
-            stage.close(keep_weights=self._keep_weights)
-            if self._keep_weights:
+            stage.close(keep_weights=keep_weights)
+            if keep_weights:
                 self._host.transfers.keep_weights(self.epoch, stage.arena)
         del stage
+        self._vacated.set()
+        if keep_weights and settled:
+            self._last.wait(_LINGER_S)
         left = self._groups.close(_CLOSE_S)
         if left:
             log.error("epoch %d: still open after %g s: %s", self.epoch, _CLOSE_S, ", ".join(left))

@@ -98,6 +98,7 @@ class Transfers:
         if self._server is not None:
             self._server.forget(epoch, timeout_s)
         arena.weights.release(epoch)
+        arena.settle()
         return True
 
     def shutdown(self) -> None:

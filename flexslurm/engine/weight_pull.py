@@ -2,7 +2,8 @@
 
 Who gives what is `reshard.weight_moves`, the same function with which the head plans. A worker that
 fails in the middle is asked no more: what is still missing is planned again without it. What is
-left in the end is read from the files.
+left in the end is read from the files. What other workers have may come before there is memory for
+it, to the host (`stage`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexslurm.engine import faults
 from flexslurm.engine.arena import Arena
+from flexslurm.engine.byte_runs import Sink
+from flexslurm.engine.families import DTYPE_BYTES
 from flexslurm.engine.faults import Point
 from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.ownership import Holding, ShardMap
@@ -27,6 +30,7 @@ from flexslurm.engine.spans import Spans
 from flexslurm.engine.transfer_client import Cancel, Fetched, Fetcher, Job
 from flexslurm.engine.transfer_wire import AskWeights, PieceRange, Ranges
 from flexslurm.engine.weight_runs import WeightSink
+from flexslurm.engine.weight_staging import Fetch, StagedWeights
 from flexslurm.engine.weight_store import WeightStore
 from flexslurm.engine.weights import FileSource, Filled, Need, Progress
 from flexslurm.messages import WeightHolder
@@ -103,9 +107,40 @@ class PeerFiller:
         """Not asked: they have no data server, or have failed."""
         self._planned: dict[frozenset[str], tuple[WeightMove, ...]] = {}
         self._copied = self._moved = self._read = 0
+        self._staged = StagedWeights()
+        self._staged_s = 0.0
+        """How long it took, until a fill has counted it."""
 
     def check(self, spec: ShardSpec) -> None:
         self._files.check(spec)
+
+    def stage(self, most_bytes: int, waits: Callable[[], bool]) -> bool:
+        """Fetch to host memory what peers have, as long as `waits`; whether that was all of it."""
+        began, left = time.monotonic(), most_bytes
+        plan: dict[int, list[PieceRange]] = {}
+        moves = [m for m in self._moves(frozenset(self._gone)) if m.link in _PEERS]
+        for move in moves:
+            if move.nbytes <= left:
+                left -= move.nbytes
+                piece = PieceRange(move.tensor, move.dim, move.lo, move.hi, move.nbytes)
+                plan.setdefault(move.source, []).append(piece)
+        parts = [(source, part) for source, pieces in plan.items() for part in _halves(pieces)]
+        whole = self._staged.fetch(
+            [(pieces, self._ahead(source, pieces)) for source, pieces in parts], waits
+        )
+        self._staged_s = time.monotonic() - began
+        return whole and sum(len(pieces) for _, pieces in parts) == len(moves)
+
+    def _ahead(self, source: int, pieces: Sequence[PieceRange]) -> Fetch:
+        def fetch(sink: Sink, cancel: Cancel) -> Fetched:
+            return self._fetched(source, pieces, sink, cancel)
+
+        return fetch
+
+    def go_on(self, rate_bytes_per_s: float, deadline: float) -> None:
+        """There is room now: what is left is fetched at this rate, until then."""
+        peers = replace(self._peers, rate_bytes_per_s=rate_bytes_per_s, deadline=deadline)
+        self._peers = peers
 
     def fill(
         self, weights: WeightStore, needs: Sequence[Need], progress: Progress | None
@@ -124,7 +159,9 @@ class PeerFiller:
                 for need in needs
             }
             self._from_here(weights, todo, tally)
-            began = time.monotonic()
+            began = time.monotonic() - self._staged_s
+            self._staged_s = 0.0
+            self._from_host(todo, tally)
             self._from_peers(todo, tally)
             self._from_files(todo, tally)
             move_s = time.monotonic() - began
@@ -158,6 +195,18 @@ class PeerFiller:
             self._copied += move.nbytes
             tally.add(move.nbytes)
             tally.tell()
+
+    def _from_host(self, todo: dict[tuple[str, int], _OpenPiece], tally: _Tally) -> None:
+        """What peers have sent ahead."""
+        for (tensor, dim), one in todo.items():
+            unit = one.need.piece.unit_bytes
+            for lo, hi, data in self._staged.of(tensor, dim):
+                for start, stop in one.left.meet(lo, hi):
+                    one.place(start, stop).copy_(data[(start - lo) * unit : (stop - lo) * unit])
+                    one.left.remove(start, stop)
+                    self._moved += (stop - start) * unit
+                    tally.add((stop - start) * unit)
+        tally.tell()
 
     # -------------------------------------------------------------------- from other workers
 
@@ -211,8 +260,6 @@ class PeerFiller:
         results: dict[int, Fetched] = {}
 
         def fetch(number: int, source: int, pieces: list[PieceRange]) -> None:
-            if self._peers.rate_bytes_per_s > 0.0:
-                be_nice()
             results[number] = self._fetch(source, pieces, todo, tally)
 
         threads = [
@@ -241,7 +288,6 @@ class PeerFiller:
         self, source: int, pieces: list[PieceRange], todo: dict[tuple[str, int], _OpenPiece],
         tally: _Tally,
     ) -> Fetched:  # fmt: skip
-        holder = self._peers.holders[source]
         opened = [todo[piece.tensor, piece.dim] for piece in pieces]
         first = self._arena.data.data_ptr()
         places = [
@@ -249,21 +295,31 @@ class PeerFiller:
             for one, piece in zip(opened, pieces, strict=True)
         ]
 
+        sink = WeightSink(self._arena, pieces, places)
+        return self._fetched(source, pieces, sink, self._cancel, tally.add)
+
+    def _fetched(
+        self, source: int, pieces: Sequence[PieceRange], sink: Sink, cancel: Cancel,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Fetched:  # fmt: skip
+        """Fill a sink from one source, on a thread of its own."""
+        peers, holder = self._peers, self._peers.holders[source]
+        if peers.rate_bytes_per_s > 0.0:
+            be_nice()
+
         def ask(spans: Ranges) -> AskWeights:
             return AskWeights(
                 epoch=holder.epoch,
-                item_bytes=opened[0].need.dtype.itemsize,
+                item_bytes=DTYPE_BYTES[peers.shards.dtype],
                 pieces=tuple(pieces),
                 spans=spans,
-                rate_bytes_per_s=self._peers.rate_bytes_per_s,
+                rate_bytes_per_s=peers.rate_bytes_per_s,
             )
 
-        sink = WeightSink(self._arena, pieces, places)
         address = holder.address, holder.data_port
-        deadline = max(self._peers.deadline, time.monotonic())
-        paced = self._peers.rate_bytes_per_s > 0.0
-        job = Job(address, ask, sink, deadline, self._cancel, tally.add, paced)
-        return self._fetcher.fetch(job)
+        deadline = max(peers.deadline, time.monotonic())
+        paced = peers.rate_bytes_per_s > 0.0
+        return self._fetcher.fetch(Job(address, ask, sink, deadline, cancel, progress, paced))
 
     def _account(
         self,

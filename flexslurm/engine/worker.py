@@ -272,7 +272,8 @@ class Worker:
             if not keep_weights:  # it may have been told to keep them before, and changed its mind
                 self._transfers.let_go(tenancy.epoch, _LET_GO_WITHIN_S)
             self._send(Retired(worker=self._incarnation, epoch=tenancy.epoch))
-            self._tidy()
+            if not keep_weights:  # else streams wait
+                self._tidy()
         else:
             log.error("epoch %d does not end: ending the process", tenancy.epoch)
             faulthandler.dump_traceback(sys.stderr)

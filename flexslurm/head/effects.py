@@ -141,6 +141,9 @@ class HeadEffects:
         faults.reach(Point.PARKING)
         return self.moves.park(epoch)
 
+    def park_ahead(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
+        return self.moves.park_ahead(epoch, deadline_s)
+
     def park_away(self, replicas: Sequence[ReplicaKey], deadline_s: float) -> ParkedAway | None:
         return self.away.park(replicas, deadline_s)
 

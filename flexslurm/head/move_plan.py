@@ -103,7 +103,7 @@ def plan_moves(
     order = ShiftOrder(
         mode=mode,
         holders=plan.holders,
-        rate_bytes_per_s=rate_beside(plan, rates) if mode is Mode.BESIDE else 0.0,
+        rate_bytes_per_s=rate_beside(plan, rates),
         lines=(*plan.lines(), *lines),
         stored=bool(stored),
         evicted=plan.routes.evicted,

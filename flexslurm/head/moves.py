@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from flexslurm.control.actions import PlanShift, SwitchOver
 from flexslurm.control.choices import ShiftPrice
-from flexslurm.control.events import (
-    MoveFigures,
-    ShiftEvent,
-    ShiftPlanned,
-    Switched,
-)
+from flexslurm.control.events import MoveFigures, ShiftEvent, ShiftPlanned, Switched
 from flexslurm.control.installed import InstalledGear, ReplicaKey
 from flexslurm.engine.load import RunningKv
 from flexslurm.engine.ownership import ShardMap
@@ -30,7 +25,6 @@ from flexslurm.head.lessons import Lessons
 from flexslurm.head.move_plan import MovePlan, in_parts, live_kv, plan_moves, replica_at
 from flexslurm.head.mover import Mover
 from flexslurm.head.moving import MoverSettings, NewEnd, OldEnd, Tickets
-from flexslurm.head.parking import Parking
 from flexslurm.head.planning import ServicePlanner
 from flexslurm.head.redone import redone_tokens
 from flexslurm.head.replicas import Replicas
@@ -40,7 +34,6 @@ from flexslurm.planner.recompute import RecomputeCost
 
 log = logging.getLogger(__name__)
 
-_PARK_S = 30.0
 _PARTS = 64
 """Sequences that a placement looks at one by one."""
 _PULL_SHARE = 0.4
@@ -187,11 +180,16 @@ class Moves:
             self._planner.shards, ask, running, rates, step_s, count, self._lessons.corrected
         )
 
+    def park_ahead(self, epoch: int, deadline_s: float) -> ShiftEvent | None:
+        """Copy full blocks aside while the old drivers go on."""
+        under = self._mine(epoch)
+        parking = under.begin_parking(self._planner.shards.block_tokens, self._tickets)
+        parking.begin_ahead(deadline_s, under.plan.order.rate_bytes_per_s)
+        return self._go_on()
+
     def park(self, epoch: int) -> ShiftEvent | None:
         under = self._mine(epoch)
-        under.parking = Parking(
-            under.old, self._planner.shards.block_tokens, self._tickets, deadline_s=_PARK_S
-        )
+        under.begin_parking(self._planner.shards.block_tokens, self._tickets).end_ahead()
         self._pause(under)
         return self._go_on()
 

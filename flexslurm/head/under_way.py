@@ -10,6 +10,7 @@ from flexslurm.control.events import (
     MoveFailed,
     MoveFigures,
     Parked,
+    ParkedAhead,
     ShiftEvent,
     Transferred,
 )
@@ -17,9 +18,11 @@ from flexslurm.control.installed import ReplicaKey
 from flexslurm.engine.routing import LiveKv
 from flexslurm.head.move_plan import MovePlan
 from flexslurm.head.mover import Mover
-from flexslurm.head.moving import MoverPhase, OldEnd
+from flexslurm.head.moving import MoverPhase, OldEnd, Tickets
 from flexslurm.head.parking import Parking
 from flexslurm.messages import Message
+
+_PARK_S = 30.0
 
 
 @dataclass(slots=True)
@@ -61,6 +64,12 @@ class UnderWay:
         """Whether the answer to a step may be what it waits for: a boundary."""
         return self.paused_at is not None
 
+    def begin_parking(self, block_tokens: int, tickets: Tickets) -> Parking:
+        """Its parking; begun before where full blocks were copied ahead."""
+        if self.parking is None:
+            self.parking = Parking(self.old, block_tokens, tickets, deadline_s=_PARK_S)
+        return self.parking
+
     def pause(self, now: float, steps: Mapping[ReplicaKey, int]) -> None:
         """The old drivers send no further steps; `steps`: how many each has done."""
         if self.paused_at is None:
@@ -98,6 +107,8 @@ class UnderWay:
         if self.parking is None:
             return None
         self.parking.advance()
+        if self.parking.is_ahead:
+            return ParkedAhead(self.epoch)
         return Parked(self.epoch) if self.parking.done else None
 
     def _mover_event(self, now: float) -> ShiftEvent | None:

@@ -44,6 +44,8 @@ class Assembled(Message, frozen=True, tag="worker.assembled"):
 
     worker: str
     epoch: int
+    staged: bool = False
+    """All weights that come from other workers wait in this host's memory."""
 
 
 class Installed(Message, frozen=True, tag="worker.installed"):
@@ -76,7 +78,11 @@ class InstallFailed(Message, frozen=True, tag="worker.install_failed"):
 
 
 class Retired(Message, frozen=True, tag="worker.retired"):
-    """The epoch's groups are closed and its memory is free."""
+    """The epoch's groups are closed and its memory is free.
+
+    Where its weights were to be kept, its pages are free, and the rest is told of when it is
+    retired for good.
+    """
 
     worker: str
     epoch: int
@@ -142,7 +148,10 @@ class Install(Message, frozen=True, tag="head.install"):
     rate_bytes_per_s: float = 0.0
     """Bound on what one source sends to this worker; 0: none."""
     hand_over: int = 0
-    """So many workers meet after each turn, when kept weights of its layers are free; 0: none."""
+    """So many workers meet after each turn, when kept weights of its layers are free; 0: none.
+
+    1: each goes on alone, as all have what they take from others.
+    """
     turn_layers: int = 1
     """Layers of a turn."""
     probe: tuple[int, ...] = ()
@@ -155,6 +164,7 @@ class Install(Message, frozen=True, tag="head.install"):
 class Assemble(Message, frozen=True, tag="head.assemble"):
     """Make what needs no memory of the GPU, and wait: the Install follows once there is room.
 
+    Weights that peers have are fetched to host memory meanwhile, at the rate of this install.
     Answered by Assembled or InstallFailed.
     """
 

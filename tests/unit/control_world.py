@@ -9,6 +9,7 @@ from flexslurm.control.actions import (
     Detach,
     DropAway,
     DropShift,
+    ParkAhead,
     ParkAll,
     ParkAway,
     PlanShift,
@@ -25,6 +26,7 @@ from flexslurm.control.events import (
     Measured,
     MoveFigures,
     Parked,
+    ParkedAhead,
     ReplicaBroken,
     ShiftEvent,
     ShiftPlanned,
@@ -87,6 +89,8 @@ class World:
         """What the shell finds out when it plans a shift."""
         self.turn_layers = 0
         """The same: how weights are handed over where both gears do not fit."""
+        self.staged = False
+        """Whether workers have on their hosts what they take from others, before there is room."""
         self.mute: set[type[Action]] = set()
         """Actions that the shell never answers."""
         self.drivers: set[ReplicaKey] = set()
@@ -138,6 +142,9 @@ class World:
                 self.planned = action
                 order = ShiftOrder(self.mode, turn_layers=self.turn_layers)
                 answer = ShiftPlanned(action.epoch, order)
+            case ParkAhead(epoch):
+                assert not self.paused
+                answer = ParkedAhead(epoch)
             case ParkAll(epoch):
                 self.paused |= self._going()
                 answer = Parked(epoch)
@@ -267,7 +274,7 @@ class World:
                     if (w := self.control.members.agents[action.to].workers.get(g))
                 ]
             case Assemble(install=install) if action.to.split("/")[0] not in self.unready:
-                said = Assembled(worker=action.to, epoch=install.epoch)
+                said = Assembled(worker=action.to, epoch=install.epoch, staged=self.staged)
                 return [(action.to, said)]
             case Install(epoch=epoch) if action.to.split("/")[0] in self.slow:
                 self.owed.append((action.to, epoch))

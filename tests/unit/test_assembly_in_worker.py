@@ -81,7 +81,7 @@ def test_memory_is_taken_when_there_is_room(worker: tuple[Worker, Sent], tmp_pat
     one, sent = worker
     order = install(tmp_path)
     one._take(Assemble(install=order))
-    assert heard(one, sent) == Assembled(worker="w", epoch=7)
+    assert heard(one, sent) == Assembled(worker="w", epoch=7, staged=True), "nobody else has any"
     assert one._used() == 0 and sent.empty()
     one._take(Assemble(install=order))  # said twice
     one._take(order)
@@ -98,7 +98,25 @@ def test_what_waits_for_room_can_be_called_back(
 ) -> None:
     one, sent = worker
     one._take(Assemble(install=install(tmp_path)))
-    assert heard(one, sent) == Assembled(worker="w", epoch=7)
+    assert isinstance(heard(one, sent), Assembled)
     one._take(Retire(epoch=7))
     assert heard(one, sent) == Retired(worker="w", epoch=7)
     assert one._tenancies == {} and one._used() == 0
+
+
+def test_groups_close_only_when_nothing_is_kept_of_an_epoch(
+    worker: tuple[Worker, Sent], tmp_path: Path
+) -> None:
+    """Streams wait from the first word to the second, and not for groups to close."""
+    one, sent = worker
+    one._take(install(tmp_path))
+    assert isinstance(done := heard(one, sent), Installed)
+    (tenancy,) = one._tenancies.values()
+    closed: list[float] = []
+    tenancy._groups.close = closed.append  # type: ignore[assignment, method-assign]
+    one._take(Retire(epoch=7, keep_weights=True))
+    assert heard(one, sent) == Retired(worker="w", epoch=7)
+    assert one._used() == done.weights_bytes and not closed, "pages are free, weights are kept"
+    one._take(Retire(epoch=7))
+    assert heard(one, sent) == Retired(worker="w", epoch=7)
+    assert len(closed) == 1 and one._tenancies == {} and one._used() == 0

@@ -7,8 +7,9 @@ import pytest
 from flexslurm.cli.bench_commands import summary, table
 from flexslurm.cli.bench_least import moved_bytes
 from flexslurm.cli.bench_round import Round, calm_extra_gap_s, same_tokens
-from flexslurm.cli.bench_shift import FULL, QUICK, ShiftFigures
+from flexslurm.cli.bench_shift import FULL, QUICK, ShiftFigures, part_of
 from flexslurm.cli.demo_streams import StreamRun
+from flexslurm.errors import ServiceError
 from flexslurm.messages import ServiceState, StatusAnswer
 
 STEP = 0.02
@@ -83,6 +84,14 @@ def test_the_walk_is_what_is_asked_for() -> None:
     assert any("[0,8)" in after and "tp2" in after and "→" in after for _, after in walk)
     assert any("l40s" in after for _, after in walk)
     assert len(QUICK.walk) == 5
+
+
+def test_a_part_of_the_walk_is_named_by_words_of_its_gears() -> None:
+    part = part_of(FULL, "l40s")
+    assert 0 < len(part.walk) < len(FULL.walk) and set(part.walk) < set(FULL.walk)
+    assert all("l40s" in start and "l40s" in to for start, to in part.walk)
+    with pytest.raises(ServiceError, match="from or to 'h100'"):
+        part_of(FULL, "h100")
 
 
 def test_what_the_machine_does_to_calm_streams_is_known() -> None:

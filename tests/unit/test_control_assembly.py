@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexslurm.control.actions import MeetEpoch, ParkAll, Send
+from flexslurm.control.actions import MeetEpoch, ParkAhead, ParkAll, Send
 from flexslurm.control.events import Heard
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import Mode, Phase
@@ -60,6 +60,22 @@ def test_a_gear_is_assembled_before_the_old_one_pauses() -> None:
     early, late = world.told(Assemble), world.told(Install)
     assert [(send.to, epoch_of(send.message)) for send in early] == [(s.to, 2) for s in late]
     assert world.drivers == {NEW} and world.serving() == "a100:2"
+
+
+def test_full_blocks_are_copied_aside_while_the_old_gear_serves() -> None:
+    world = leaving_world(Mode.PARK)
+    world.run(1)
+    assert place(world, Assemble) < place(world, ParkAhead) < place(world, ParkAll)
+    assert sum(isinstance(action, ParkAhead) for action in world.log) == 1
+
+
+def test_copies_that_are_not_made_in_time_are_not_waited_for() -> None:
+    world = leaving_world(Mode.PARK, grace_s=9.0)
+    world.mute |= {ParkAhead}
+    world.run(0.2)
+    assert world.drivers == {OLD} and not world.paused
+    world.run(6)
+    assert world.drivers == {NEW}
 
 
 @pytest.mark.parametrize("mode", [Mode.BESIDE, Mode.RECOMPUTE])

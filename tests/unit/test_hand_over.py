@@ -10,7 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexslurm.control.actions import BeginCutover, Send
+from flexslurm.control.actions import Send, SwitchOver
+from flexslurm.control.holdings import Held, Holdings
 from flexslurm.control.phases import Mode, Phase
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.families import check_model
@@ -153,11 +154,37 @@ def test_weights_stay_until_the_new_gear_is_installed(mode: Mode) -> None:
                  if to == worker and (isinstance(m, Install) or m.epoch == old)]  # fmt: skip
         assert order in ([True, "install", False], [True, False]), f"{worker}: {order}"
     kinds = [
-        type(a).__name__ if isinstance(a, BeginCutover) else "let go"
+        "SwitchOver" if isinstance(a, SwitchOver) else "let go"
         for a in world.log
-        if isinstance(a, BeginCutover) or (isinstance(a, Send) and a.message == Retire(epoch=old))
+        if isinstance(a, SwitchOver)
+        or (isinstance(a, Send) and isinstance(a.message, Retire) and not a.message.keep_weights)
     ]
-    assert "BeginCutover" not in kinds or kinds[-1] == "BeginCutover", "room first, then KV"
+    assert kinds[0] == "SwitchOver" and "let go" in kinds, "streams go on first"
+    assert not any(held.epoch == old for held in world.control.holdings)
+
+
+def test_who_has_all_it_takes_from_others_meets_nobody() -> None:
+    world = handing_world(Mode.PARK)
+    world.staged = True
+    leave(world, "b")
+    world.run(1)
+    installs = [send.message for send in world.told(Install)]
+    assert [m.hand_over for m in installs if isinstance(m, Install)] == [1, 1]
+
+
+def test_an_epoch_that_is_told_twice_to_close_is_closed_when_it_has_said_so_twice() -> None:
+    holdings = Holdings()
+    holdings.add("w", 1)
+    assert holdings.close(0.0, 1, keep_weights=True)
+    holdings.close_for_good(1.0, "w", 1, 0.0)
+    holdings.closed("w", 1)
+    assert holdings.closing() == {Held("w", 1)}
+    holdings.closed("w", 1)
+    assert not holdings.closing()
+    holdings.close_for_good(2.0, "w", 2, 0.0)
+    assert holdings.late(5.0, 3.0) == {"w"}
+    holdings.closed("w", 2)
+    assert not tuple(holdings)
 
 
 def test_weights_are_let_go_where_the_install_fails() -> None:

@@ -135,3 +135,88 @@ def test_what_is_stored_can_be_moved_from() -> None:
     [end] = stored().ends()
     assert end.directory == "/d" and end.at is AT and end.idle and end.pullable
     assert set(end.view()) == {"a", "b", "c"}
+
+
+def ahead(driver: Driver) -> Parking:
+    made = Parking((OldEnd(AT, driver),), BLOCK, Tickets(), deadline_s=5.0)
+    made.begin_ahead(2.0, 1e6)
+    return made
+
+
+def answer_all(made: Parking, failed: tuple[int, ...] = ()) -> None:
+    for worker, ask in made.outbox:
+        answer(made, ask, worker, failed)
+    made.outbox.clear()
+
+
+def asked(made: Parking) -> list[tuple[int, ...]]:
+    """What each ask of the first worker is for."""
+    return [ask.blocks for worker, ask in made.outbox if worker == "w0"]
+
+
+def test_full_blocks_go_ahead_and_the_pause_has_what_came_since() -> None:
+    driver = Driver(kv("a", (1, 2), 7), kv("b", (3,), 2, 1))
+    made = ahead(driver)
+    assert asked(made) == [(1,)]
+    assert {(ask.rate_bytes_per_s, ask.deadline_s) for _, ask in made.outbox} == {(1e6, 2.0)}
+    made.end_ahead()
+    driver.sequences = [kv("a", (1, 2, 4), 9), kv("b", (3,), 3, 1)]
+    driver.idle = True
+    made.advance()
+    assert not made.done and len(made.outbox) == 2, "what was asked ahead is not answered"
+    answer_all(made)
+    made.advance()
+    assert asked(made) == [(2, 4, 3)]
+    assert {(ask.rate_bytes_per_s, ask.deadline_s) for _, ask in made.outbox} == {(0.0, 5.0)}
+    answer_all(made, failed=(4,))
+    assert made.done
+    assert made.kept(0) == {
+        "a": kv("a", (1, 2), 8),
+        "b": kv("b", (3,), 3, 1),
+    }
+
+
+def test_drivers_that_are_idle_for_a_moment_are_not_paused() -> None:
+    driver = Driver(kv("a", (1, 2), 7))
+    made = ahead(driver)
+    answer_all(made)
+    driver.idle = True
+    made.advance()
+    assert made.is_ahead and not made.done and not made.outbox
+
+
+def test_what_failed_ahead_is_asked_for_again() -> None:
+    driver = Driver(kv("a", (1, 2, 3), 12))
+    made = ahead(driver)
+    answer_all(made, failed=(2,))
+    made.end_ahead()
+    driver.idle = True
+    made.advance()
+    assert asked(made) == [(2, 3)]
+    answer_all(made)
+    assert made.kept(0) == {"a": kv("a", (1, 2, 3), 12)}
+
+
+def test_a_sequence_that_was_evicted_meanwhile_is_parked_whole() -> None:
+    """Its blocks ahead may be another's by now, whose copies come later and count."""
+    driver = Driver(kv("a", (1, 2), 8), kv("gone", (3, 4), 8, 1))
+    made = ahead(driver)
+    answer_all(made)
+    made.end_ahead()
+    again = msgspec.structs.replace(kv("a", (3, 1), 8), tenure=2)
+    driver.sequences, driver.idle = [again, kv("new", (2,), 4, 2)], True
+    made.advance()
+    assert asked(made) == [(3, 1, 2)]
+    answer_all(made)
+    assert made.kept(0) == {"a": again, "new": kv("new", (2,), 4, 2)}
+
+
+def test_nothing_is_left_for_the_pause_where_all_blocks_were_full() -> None:
+    driver = Driver(kv("a", (1, 2), 8))
+    made = ahead(driver)
+    answer_all(made)
+    made.end_ahead()
+    driver.idle = True
+    made.advance()
+    assert made.done and not made.outbox
+    assert made.kept(0) == {"a": kv("a", (1, 2), 8)}
