@@ -25,7 +25,7 @@ from flexslurm.planner.generate import Bound, close_gap, generate
 from flexslurm.planner.integer import Programme
 from flexslurm.planner.lattice import Lattice
 from flexslurm.planner.pricing import Pricer
-from flexslurm.planner.problem import Problem, Tier
+from flexslurm.planner.problem import Problem, StageKind, Tier
 
 MAX_DEPTH = 16
 """Stages of a pipeline that are looked at, where the weakest GPU type does not need more."""
@@ -197,8 +197,23 @@ def max_depth(problem: Problem, pool: Signature) -> int:
 
 
 def _least_depths(problem: Problem, pool: Signature) -> Iterator[int]:
-    for name in {shape.gpu_type for shape, _ in pool.counts}:
-        kind = problem.kinds(name, 1)[0]
-        layers = int((problem.blocks(kind)[1] >= 1).sum())
-        if layers:
-            yield -(-problem.layers // layers) + 1
+    """By GPU type: stages that its smallest groups need which can hold the model at all."""
+    most: dict[str, int] = {}
+    for shape, _ in pool.counts:
+        most[shape.gpu_type] = max(most.get(shape.gpu_type, 0), shape.gpus)
+    for name, gpus in most.items():
+        depths = (_least_depth(problem, kind) for kind in problem.kinds(name, gpus))
+        depth = next(filter(None, depths), None)
+        if depth is not None:
+            yield depth + 1
+
+
+def _least_depth(problem: Problem, kind: StageKind) -> int:
+    """Stages of one kind that hold all layers, each as many as fit; 0: some layer fits on none."""
+    fits = (problem.blocks(kind) >= 1).sum(axis=1)
+    if problem.uniform:
+        return -(-problem.layers // int(fits[1])) if problem.layers > 1 and fits[1] else 0
+    at = depth = 0
+    while at < problem.layers and fits[at]:
+        at, depth = at + int(fits[at]), depth + 1
+    return depth if at >= problem.layers else 0

@@ -2,7 +2,9 @@
 
 Under a bound on the step time, a stage that takes as many layers as it may is never worse than one
 that takes fewer, so the furthest layer that each sub-multiset of stages reaches decides whether the
-bound can be met. The smallest bound among the times that occur is found by bisection; then, among
+bound can be met. Where layers differ, a stage may be unable to take the one it would
+have to begin with, and then all layers that each sub-multiset can end at are looked at. The
+smallest bound among the times that occur is found by bisection; then, among
 the splits that meet it, the one whose tightest stage has most room for KV.
 """
 
@@ -58,6 +60,8 @@ class _SplitSearch:
             for index, kind in enumerate(self.kinds):
                 self.allowed[index] &= problem.full_times(kind, slots) <= bound
         self.bound = problem.slowest_for_tpot(self.depth, tier)
+        self.uniform = problem.uniform
+        self.states = sorted(itertools.product(*(range(c + 1) for c in self.counts)), key=sum)
 
     def run(self) -> LayerSplit | None:
         if self.depth > self.layers:
@@ -97,9 +101,8 @@ class _SplitSearch:
         # Layers a stage can take from each start; the model's end is kept for the last stage.
         reach = [mask[:, : self.layers].sum(axis=1).tolist() for mask in allowed]
         ends = [mask[:, self.layers].tolist() for mask in allowed]
-        furthest: dict[tuple[int, ...], tuple[int, int]] = {(0,) * len(self.counts): (0, -1)}
-        states = sorted(itertools.product(*(range(c + 1) for c in self.counts)), key=sum)
-        for state in states[1:]:
+        furthest: dict[tuple[int, ...], tuple[int, int]] = {self.states[0]: (0, -1)}
+        for state in self.states[1:]:
             left = self.depth - sum(state)
             best = (-1, -1)
             for index in range(len(state)):
@@ -113,9 +116,45 @@ class _SplitSearch:
                 if hi > start and hi > best[0]:
                     best = (hi, index)
             furthest[state] = best
-        if furthest[self.counts][0] != self.layers:
+        if furthest[self.counts][0] == self.layers:
+            return self._walk_back(furthest)
+        if self.uniform or not self._could(allowed):
             return None
-        return self._walk_back(furthest)
+        return self._any_stages(reach, ends)
+
+    def _could(self, allowed: Masks) -> bool:
+        """Whether the stages reach the model's end where they may also be left empty."""
+        reach = [mask.sum(axis=1).tolist() for mask in allowed]
+        furthest = {self.states[0]: 0}
+        for state in self.states[1:]:
+            before = [(index, furthest[_less(state, index)]) for index, n in enumerate(state) if n]
+            furthest[state] = max(start + reach[index][start] for index, start in before)
+        return furthest[self.counts] >= self.layers
+
+    def _any_stages(
+        self, reach: Sequence[Sequence[int]], ends: Sequence[Sequence[bool]]
+    ) -> tuple[PlannedStage, ...] | None:
+        """As `_stages`, from all layers that each sub-multiset can end at."""
+        found: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {self.states[0]: {0: (-1, -1)}}
+        for state in self.states[1:]:
+            left = self.depth - sum(state)
+            mine = found.setdefault(state, {})
+            for index in (index for index, count in enumerate(state) if count):
+                for start in found[_less(state, index)]:
+                    if not left and ends[index][start]:
+                        mine.setdefault(self.layers, (index, start))
+                    most = min(start + reach[index][start], self.layers - left) if left else -1
+                    for hi in range(start + 1, most + 1):
+                        mine.setdefault(hi, (index, start))
+        if self.layers not in found[self.counts]:
+            return None
+        state, hi, stages = self.counts, self.layers, []
+        while any(state):
+            index, lo = found[state][hi]
+            blocks = int(self.blocks[index][lo, hi])
+            stages.append(PlannedStage(self.kinds[index], lo, hi, blocks))
+            state, hi = _less(state, index), lo
+        return tuple(reversed(stages))
 
     def _walk_back(
         self, furthest: Mapping[tuple[int, ...], tuple[int, int]]

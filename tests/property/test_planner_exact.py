@@ -193,3 +193,16 @@ def test_generated_pipelines_prove_a_bound(seed: int, monkeypatch: pytest.Monkey
     assert choice.bound_tokens_per_s >= best * (1 - 1e-9) - 0.01
     assert found <= best + 0.01
     assert (found > 0) == (best > 0)
+
+
+UNLIKE = [seed for seed in range(5000, 5200) if len(set(instance(seed, 6)[0].layer_kinds)) > 1]
+"""Instances whose model has layers of several kinds."""
+
+
+@pytest.mark.parametrize("seed", [100165, *UNLIKE])
+def test_equal_to_brute_force_where_layers_differ(seed: int) -> None:
+    """A stage may be unable to take the layer that the one before leaves it: seed 100165."""
+    assert len(UNLIKE) > 10
+    spec, topology, goal, signature = instance(seed, most=7 if seed == 100165 else 6)
+    assert len(set(spec.layer_kinds)) > 1
+    check(Planner(spec, topology, goal, signature), BruteForce(spec, topology, goal), signature)

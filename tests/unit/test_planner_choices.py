@@ -213,3 +213,14 @@ def test_a_rough_cpu_is_planned_for_without_figures() -> None:
     )
     assert isinstance(gear, Gear)
     assert gear.estimates.tokens_per_s > 0
+
+
+def test_a_model_of_unlike_layers_gets_as_many_stages_as_it_needs() -> None:
+    """Dense layers first, then experts that no TP shares out: three of them fill a GPU."""
+    spec = ModelSpec.from_config(config_of("deepseek-v3"))
+    pool = Signature.parse("h100:8x3")
+    live = Planner(spec, Topology.from_catalogue(("h100",)), Goal(Workload(500, 100)), pool)
+    gear = live.plan(pool)
+    assert isinstance(gear, Gear), gear
+    check_gear(gear, spec.num_layers)
+    assert len(gear.replicas[0].stages) > 16
