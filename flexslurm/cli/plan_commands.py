@@ -296,6 +296,7 @@ def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[
     lines = [
         *report.about(inputs.spec, inputs.topology, used, inputs.from_site),
         *report.measured([kind for kind in sorted(inputs.profiles) if kind.gpu_type in used]),
+        *report.cut_workload(_goal(options).workload, _longest(inputs, options)),
         "",
     ]
     if results.capacity is not None:
@@ -321,6 +322,12 @@ def _text(inputs: Inputs, options: Mapping[str, Any], results: Results) -> list[
     if options["out"] is not None:
         lines += ["", f"the gear table is in {options['out']}"]
     return [*lines, "", f"planned in {report.seconds(results.seconds)}"]
+
+
+def _longest(inputs: Inputs, options: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that is served."""
+    most: int | None = options["max_context"]
+    return min(inputs.spec.max_context, most or inputs.spec.max_context)
 
 
 def _different(gears: Sequence[Gear | NoGear | None]) -> list[Gear]:

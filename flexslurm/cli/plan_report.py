@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flexslurm.planner.model_spec import ModelSpec
     from flexslurm.planner.problem import StageKind
     from flexslurm.planner.topology import Topology
+    from flexslurm.planner.workload import Workload
 
 Planned = Mapping[Signature, Gear | NoGear]
 
@@ -63,6 +64,17 @@ def about(spec: ModelSpec, topology: Topology, used: Sequence[str], from_site: b
         + ("" if from_site else " (default: no --site is given)")
     )
     return lines
+
+
+def cut_workload(workload: Workload, longest: int) -> list[str]:
+    """What is planned for, where the workload's sequences are longer than can be served."""
+    cut = workload.clipped(longest)
+    if cut == workload:
+        return []
+    return [
+        f"  the workload is longer than the {longest:,} tokens that can be served: planned for "
+        f"{cut.prompt_tokens:,} in and {cut.output_tokens:,} out"
+    ]
 
 
 def measured(kinds: Sequence[StageKind]) -> list[str]:

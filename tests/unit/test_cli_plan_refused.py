@@ -246,3 +246,12 @@ def test_an_interrupted_plan_leaves_the_old_table(
 def test_a_node_of_very_many_gpus_is_planned(place: Path) -> None:
     (place / "config.json").write_text(json.dumps(CONFIG))
     assert run(("plan", "--model", "config.json", "--pool", "l4:256")) == 0
+
+
+def test_a_workload_longer_than_the_model_takes_is_said_to_be_cut(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run((*BASE, "--workload", "in=999999999,out=3")) == 0
+    assert "planned for 131,071 in and 1 out" in capsys.readouterr().out
+    assert run((*BASE, "--workload", "in=500,out=3")) == 0
+    assert "planned for" not in capsys.readouterr().out
