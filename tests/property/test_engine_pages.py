@@ -24,7 +24,8 @@ class Epochs:
     def __init__(self) -> None:
         self.arena = Arena(45 * PAGE)
         self.stores: dict[int, KvStore] = {}
-        self.model: dict[int, dict[Place, float]] = {}
+        self.model: dict[int, dict[Place, float | None]] = {}
+        """What each page has; None: a page is there, with any contents."""
         self.weights: list[tuple[object, int]] = []
         self.next_epoch = 1
         self.stamp = 0.0
@@ -60,8 +61,15 @@ class Epochs:
             self.stores[epoch].prepare([block], [], [])
         except CapacityError:
             assert free < LAYERS * HEADS * PAGE
+            self.note_taken(epoch)
             return
         self.write(epoch, block)
+
+    def note_taken(self, epoch: int) -> None:
+        """What was taken before there was no room for the rest stays."""
+        there = np.argwhere(self.stores[epoch].cells != NOWHERE)
+        for block, layer, head in there.tolist():
+            self.model[epoch].setdefault((layer, head, block), None)
 
     def continue_block(self, which: int, block: int) -> None:
         epoch = self.pick(which)
@@ -106,6 +114,7 @@ class Epochs:
         try:
             self.stores[target].claim([ours], *part)
         except CapacityError:
+            self.note_taken(target)
             return
         take = PageSink(self.arena, self.stores[target], [ours], *part)
         if freed:
@@ -156,7 +165,8 @@ class Epochs:
         for (layer, head, block), value in known.items():
             cell = store.cells[block, layer, head]
             assert cell != NOWHERE
-            assert (store.pool[cell] == value).all(), (epoch, layer, head, block)
+            same = value is None or (store.pool[cell] == value).all()
+            assert same, (epoch, layer, head, block)
 
     def all_is_right(self) -> None:
         self.arena.check_integrity()
