@@ -10,6 +10,7 @@ from flexslurm.cli.launch import LaunchPlan, called
 from flexslurm.cli.stopping import stop_service
 from flexslurm.cli.submitting import job_owner
 from flexslurm.errors import ServiceError, SlurmError
+from flexslurm.slurm.awaited import next_signal
 
 _ENDS = (*ENDING, signal.SIGUSR1)
 _LOOK_EVERY_S = 1.0
@@ -30,9 +31,9 @@ def hold_until_end(plan: LaunchPlan, say: Callable[[str], None], drain_s: float)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         while True:
-            told = signal.sigtimedwait(ends, _LOOK_EVERY_S)
+            told = next_signal(ends, _LOOK_EVERY_S)
             if told is not None:
-                say(f"{signal.Signals(told.si_signo).name}: stopping")
+                say(f"{told.name}: stopping")
                 stop_service(plan.directory, drain_s, 60.0, say)
                 return
             try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.slurm import processes
+from flexslurm.slurm.awaited import next_signal
 from flexslurm.slurm.json_files import write_json
 from flexslurm.slurm.states import EXIT_GIVE_BACK
 
@@ -105,8 +106,7 @@ class LocalJob:
 
     def _next_signal(self, timeout_s: float | None) -> signal.Signals | None:
         """The next signal within the time (an hour at most): all of ours are blocked."""
-        info = signal.sigtimedwait(_SIGNALS, min(3600.0, max(0.0, timeout_s or 3600.0)))
-        return None if info is None else signal.Signals(info.si_signo)
+        return next_signal(_SIGNALS, 3600.0 if timeout_s is None else min(3600.0, timeout_s))
 
     def _reap(self) -> None:
         """Collect tasks and orphans that have become our children."""

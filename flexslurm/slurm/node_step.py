@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flexslurm.slurm import processes
+from flexslurm.slurm.awaited import next_signal
 from flexslurm.slurm.json_files import read_json, write_json
 
 BEAT_EVERY_S = 2.0
@@ -58,9 +59,9 @@ class NodeTask:
         self._place.mkdir(parents=True, exist_ok=True)
         while time.monotonic() < self._read_at + _GONE_S:
             self._beat()
-            info = signal.sigtimedwait(_WAITED_FOR, _LOOK_EVERY_S)
-            if info is not None and info.si_signo in _PASSED_ON:
-                self._tell(signal.Signals(info.si_signo))
+            number = next_signal(_WAITED_FOR, _LOOK_EVERY_S)
+            if number in _PASSED_ON:
+                self._tell(number)
             self._reap()
             self._look()
             self._kill_late()

@@ -78,6 +78,24 @@ class TestLocal(SubmitterSuite):
         submitter.cancel([job_id])
         wait(self.reached(submitter, job_id, JobState.FAILED), 5, "the task is gone")
 
+    def test_a_keeper_that_was_stopped_goes_on(
+        self, submitter: LocalSubmitter, tmp_path: Path
+    ) -> None:
+        """Stopped while the time runs out for which it waits: it is preempted all the same."""
+        diary = Diary(tmp_path / "diary")
+        job_id = submitter.submit(self.spec(tmp_path))
+        wait(lambda: diary.of("start"), 10, "the task starts")
+        submitter.preempt(job_id, grace_s=1.0, away_s=0.2)
+        wait(lambda: diary.of("SIGTERM"), 5, "it is told")
+        keeper = submitter._keeper(job_id)
+        assert keeper is not None
+        processes.send(keeper, signal.SIGSTOP)
+        time.sleep(1.1)  # its grace time
+        processes.send(keeper, signal.SIGCONT)
+        wait(lambda: len(diary.of("start")) == 2, 10, "it comes back")
+        submitter.cancel([job_id])
+        wait(self.reached(submitter, job_id, JobState.CANCELLED), 5, "it is cancelled")
+
     def test_a_cancel_that_comes_before_the_start(
         self, submitter: LocalSubmitter, tmp_path: Path
     ) -> None:
