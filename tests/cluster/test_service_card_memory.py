@@ -33,7 +33,6 @@ def test_a_card_with_less_memory_gets_a_gear_that_fits_it(tmp_path: Path, tiny_m
         promised = open_table(service.directory.gears).gear(Signature.parse(FULL))
         assert isinstance(promised, Gear)
         assert status.gear.estimates.kv_tokens < promised.estimates.kv_tokens
-        assert not any("given up" in str(shift.get("outcome")) for shift in status.shifts)
         asks = some_asks(6, 40)
         service.run(asks)
         check(asks, oracle(tiny_model, asks))
