@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import torch
 
+from flexslurm.engine.host_pages import populate
 from flexslurm.engine.page_pool import PagePool, PageShape
 from flexslurm.engine.room import Slide, WeightRange, best_run, gaps, slides
 from flexslurm.engine.step_gate import StepGate
@@ -332,6 +333,16 @@ class Arena:
             f"the arena of {self.total_bytes} bytes has no room in one piece for {what}, which "
             f"takes {size}: {free} are free, but what lies between is being sent or filled"
         )
+
+    def warm(self, nbytes: int) -> None:
+        """Have the system's pages for so much of what is free of weights, lowest first; on CPU."""
+        if self._map is None:
+            return
+        with self.lock:
+            free, first = gaps(self._placed(), self.total_bytes), self.data.data_ptr()
+        for lo, hi in free:
+            populate(first + lo, min(hi - lo, nbytes))
+            nbytes -= min(hi - lo, nbytes)
 
     def settle(self) -> None:
         """Give memory that is free back to the system, in pieces; on CPU only."""

@@ -7,21 +7,15 @@ import queue
 import threading
 from collections.abc import Callable
 
-from flexslurm.engine.niceness import be_nice
-
 log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
 
 
 class Crew:
-    """At most `most` threads; jobs beyond wait, at most `waiting` of them.
+    """At most `most` threads; jobs beyond wait, at most `waiting` of them."""
 
-    `nice`: they stand back for all other threads.
-    """
-
-    def __init__(self, name: str, most: int, waiting: int = 1024, *, nice: bool = False) -> None:
-        self._nice = nice
+    def __init__(self, name: str, most: int, waiting: int = 1024) -> None:
         self._name, self._most = name, most
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)
         self._lock = threading.Lock()
@@ -41,8 +35,6 @@ class Crew:
         return True
 
     def _work(self) -> None:
-        if self._nice:
-            be_nice()
         while True:
             with self._lock:
                 self._idle += 1

@@ -126,6 +126,7 @@ class Installer:
         waited_from, staged = time.monotonic(), False
         if self._room.waits():
             staged = filler.stage(self._staging_bytes(), self._room.waits)
+            arena.warm(filler.lacks_bytes)
         install = self._install = self._room.come(_ROOM_S, staged=staged)
         self._deadline += time.monotonic() - waited_from
         filler.go_on(install.rate_bytes_per_s, self._deadline)

@@ -12,6 +12,7 @@ from pathlib import Path
 from flexslurm.engine import faults
 from flexslurm.engine.byte_runs import pour
 from flexslurm.engine.faults import InjectedFault, Point
+from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.page_runs import PageSource
 from flexslurm.engine.parking import FileWriter, ParkedBox, ParkingLot
 from flexslurm.engine.rate import Bucket
@@ -57,6 +58,8 @@ class KvParker:
 
     def _park(self, tenant: Tenant, order: ParkKv, began: float, cancel: Cancel) -> None:
         shape = tenant.store.shape
+        if order.directory is None and order.rate_bytes_per_s > 0.0:
+            be_nice()
         box = ParkedBox(order.epoch, tenant.layers, tenant.heads, tenant.store.page_bytes)
         part = slice(0, shape.layers), slice(0, shape.heads)
         source = PageSource(tenant.arena, tenant.store, order.blocks, *part)

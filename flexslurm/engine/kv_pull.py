@@ -16,6 +16,7 @@ from pathlib import Path
 from flexslurm.engine import faults
 from flexslurm.engine.byte_runs import Sink, Source, pour
 from flexslurm.engine.faults import InjectedFault, Point
+from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.page_runs import PageSink
 from flexslurm.engine.parking import FileSet, ParkedRun, ParkedSet, ParkingLot, files_of
 from flexslurm.engine.rate import Bucket, piece_bytes
@@ -178,7 +179,10 @@ def _drain(
     found = Fetched(Spans([(0, sink.total)]), set(source.missing()))
     for number in found.missing:
         found.left.remove(*sink.item(number))
-    bucket = Bucket(rate_bytes_per_s) if rate_bytes_per_s > 0.0 else None
+    bucket = None
+    if rate_bytes_per_s > 0.0:
+        be_nice()
+        bucket = Bucket(rate_bytes_per_s)
     size = piece_bytes(rate_bytes_per_s, CHUNK_BYTES, HURRIED_BYTES)
     for start, stop in list(found.left):
         lo = start

@@ -57,7 +57,8 @@ class Tenants:
         self._busy: dict[int, int] = {}
         """Jobs that touch an epoch's memory."""
         self._crew = Crew("data-receiver", _MOST_AT_ONCE)
-        self._paced = Crew("paced-receiver", _MOST_AT_ONCE, nice=True)
+        self._paced = Crew("paced-receiver", _MOST_AT_ONCE)
+        """Apart, as a thread that stands back once does so for good."""
 
     def enter(self, epoch: int) -> Cancel:
         """What calls back all that is fetched for the epoch."""
@@ -120,7 +121,7 @@ class Tenants:
     def work(self, epoch: int, job: Callable[[Cancel], None], *, paced: bool = False) -> bool:
         """Have a job done that touches the epoch's memory; False where too many wait.
 
-        `paced`: it stands back for whoever serves.
+        `paced`: its thread is to stand back for whoever serves.
         """
         with self._changed:
             self._busy[epoch] = self._busy.get(epoch, 0) + 1

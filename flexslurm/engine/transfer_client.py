@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from flexslurm.engine import faults
 from flexslurm.engine.byte_runs import Sink
 from flexslurm.engine.faults import InjectedFault, Point
+from flexslurm.engine.niceness import be_nice
 from flexslurm.engine.spans import Spans
 from flexslurm.engine.transfer_wire import (
     AskPages,
@@ -101,7 +102,10 @@ class Job:
     progress: Callable[[int], None] = lambda _: None
     """Told bytes that are right."""
     paced: bool = False
-    """It is in no hurry: at both ends it stands back for whoever serves."""
+    """It is in no hurry: at both ends the threads that move it stand back for whoever serves.
+
+    For good: what is in haste is fetched on other threads.
+    """
 
 
 class _Refused(Exception):
@@ -165,6 +169,8 @@ class Fetcher:
             for number in answer.missing:
                 found.missing.add(number)
                 found.left.remove(*job.sink.item(number))
+            if job.paced:
+                be_nice()  # not before: on busy processors, meeting would take longer than moving
             wrong = _take(channel, job, found)
             sound = True
             return wrong

@@ -190,8 +190,6 @@ class TransferServer:
                 self._channels.discard(channel)
 
     def _answer(self, channel: Channel, ask: AskPages | AskWeights) -> None:
-        if ask.rate_bytes_per_s > 0.0:
-            be_nice()  # for good: a client that is in a hurry has other connections
         with self._registered(channel, ask.epoch):
             try:
                 if isinstance(ask, AskPages):
@@ -223,6 +221,8 @@ class TransferServer:
         for number in missing:
             left.remove(*source.item(number))
         channel.send(Offer(source.total, missing))
+        if ask.rate_bytes_per_s > 0.0:
+            be_nice()  # for good: a client that is in a hurry has other connections
         size = piece_bytes(ask.rate_bytes_per_s, CHUNK_BYTES, HURRIED_BYTES)
         for start, stop in left:
             lo = start

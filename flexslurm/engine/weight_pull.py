@@ -22,7 +22,7 @@ from flexslurm.engine.arena import Arena
 from flexslurm.engine.byte_runs import Sink
 from flexslurm.engine.families import DTYPE_BYTES
 from flexslurm.engine.faults import Point
-from flexslurm.engine.niceness import be_nice
+from flexslurm.engine.host_pages import populate
 from flexslurm.engine.ownership import Holding, ShardMap
 from flexslurm.engine.reshard import CHECKPOINT, LinkKind, WeightMove, weight_moves
 from flexslurm.engine.shard import ShardSpec
@@ -137,6 +137,12 @@ class PeerFiller:
 
         return fetch
 
+    @property
+    def lacks_bytes(self) -> int:
+        """What is to be taken anew of this GPU's memory."""
+        moves = self._moves(frozenset())
+        return sum(move.nbytes for move in moves if move.link is not LinkKind.HELD)
+
     def go_on(self, rate_bytes_per_s: float, deadline: float) -> None:
         """There is room now: what is left is fetched at this rate, until then."""
         peers = replace(self._peers, rate_bytes_per_s=rate_bytes_per_s, deadline=deadline)
@@ -158,6 +164,9 @@ class PeerFiller:
                 )
                 for need in needs
             }
+            if self._peers.rate_bytes_per_s > 0.0 and self._arena.device.type == "cpu":
+                for one in todo.values():  # a gear serves beside: there is time for it
+                    populate(one.raw.data_ptr(), one.raw.numel())
             self._from_here(weights, todo, tally)
             began = time.monotonic() - self._staged_s
             self._staged_s = 0.0
@@ -304,8 +313,6 @@ class PeerFiller:
     ) -> Fetched:  # fmt: skip
         """Fill a sink from one source, on a thread of its own."""
         peers, holder = self._peers, self._peers.holders[source]
-        if peers.rate_bytes_per_s > 0.0:
-            be_nice()
 
         def ask(spans: Ranges) -> AskWeights:
             return AskWeights(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexslurm.engine.arena import Arena, Extent
+from flexslurm.engine.host_pages import populate
 from flexslurm.engine.page_pool import Cells, PageShape
 from flexslurm.errors import CapacityError
 from flexslurm.planner.model_spec import ALIGNMENT_BYTES, aligned
@@ -327,3 +330,27 @@ def test_nothing_is_lost_whatever_moves(todo: list[tuple[str, int]], shape: Page
         used = sum(aligned(e.head + e.nbytes) for e, _ in weights) + len(pages.cells) * shape.nbytes
         assert arena.used_bytes == used
     arena.close()
+
+
+def backed_bytes(arena: Arena, start: int, stop: int) -> int:
+    """Of a range of an arena on CPU, what the system has pages for."""
+    first = arena.data.data_ptr() + start
+    count = -(-(stop - start) // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(stop - start), found)
+    return sum(page & 1 for page in found) * mmap.PAGESIZE
+
+
+def test_free_memory_is_made_ready_from_below_and_what_is_there_stays() -> None:
+    arena = Arena(32 << 20)
+    extent = arena.take(4 << 20, "w")
+    arena.bytes_of(extent).fill_(7)
+    arena.warm(8 << 20)
+    if populate(arena.data.data_ptr(), mmap.PAGESIZE):  # else the system is too old for it
+        assert backed_bytes(arena, 4 << 20, 12 << 20) == 8 << 20
+    assert backed_bytes(arena, 16 << 20, 32 << 20) == 0, "no more than was asked for"
+    assert bool((arena.bytes_of(extent) == 7).all())
+    arena.warm(1 << 40)
+    arena.close()
+    arena.warm(1)

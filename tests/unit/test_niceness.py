@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from flexslurm.engine.niceness import NICENESS
+from flexslurm.messages import ParkKv
 from tests.transfer_sides import Side, check, pull, two_sides, write
 
 OTHERS: set[threading.Thread] = set()
@@ -50,3 +51,21 @@ def test_what_is_paced_stands_back_and_what_is_urgent_does_not(sides: tuple[Side
     assert found["data-receiver"] == {usual}
     assert found["data-sender"] == {usual, NICENESS}, "not over the connection of the paced one"
     check(target, [*pairs, *rest], (0, 4), (0, 3))
+
+
+def test_what_is_parked_ahead_stands_back_and_what_a_pause_waits_for_does_not(
+    sides: tuple[Side, Side],
+) -> None:
+    one, _ = sides
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    write(one.store(1), range(4))
+    ahead = ParkKv(epoch=1, ticket=1, blocks=(0, 1), rate_bytes_per_s=1e9, deadline_s=60.0)
+    one.transfers.park(ahead)
+    assert not one.answer(1).failed
+    assert priorities("data-receiver", "paced-receiver") == {
+        "data-receiver": set(),
+        "paced-receiver": {NICENESS},
+    }
+    one.transfers.park(ParkKv(epoch=1, ticket=2, blocks=(2, 3), deadline_s=60.0))
+    assert not one.answer(2).failed
+    assert priorities("data-receiver") == {"data-receiver": {usual}}
