@@ -98,7 +98,8 @@ def close_gap(
 
     What such a plan's pipelines are worth less than their groups' prices is part of the loss.
     """
-    needs = pricer.near(bound.groups, loss, most)
+    # no prices have proved anything: all pipelines could be of use
+    needs = pricer.near(bound.groups, loss, most) if bound.groups else None
     if needs is None:
         return None
     return [

@@ -180,7 +180,7 @@ def test_integer_programme_agrees_with_the_lattice(seed: int) -> None:
     assert key_worth(solver.lattice.key(pool)) <= solved.bound_tokens_per_s + 0.02
 
 
-@pytest.mark.parametrize("seed", range(3000, 3060))
+@pytest.mark.parametrize("seed", [*range(3000, 3060), 104963])  # the last: no price proves anything
 def test_generated_pipelines_prove_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a list of all pipelines the bound still holds, and whatever fits is found."""
     spec, topology, goal, pool = instance(seed, most=12)
