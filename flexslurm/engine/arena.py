@@ -144,7 +144,8 @@ class Arena:
     def cut(self, extent: Extent, parts: Sequence[tuple[int, int]]) -> list[Extent]:
         """Keep ranges `[lo, hi)` of an extent's bytes, rising, each as an extent of its own.
 
-        None is empty, and no two of them share a unit of the alignment.
+        None is empty, and no two of them share a unit of the alignment. Pages may lie in what is
+        not kept after the next `free`, which many cuts may share.
         """
         with self.lock:
             assert not extent.pins
@@ -156,7 +157,6 @@ class Arena:
                 kept.append(Extent(extent.data_start + lo - head, hi - lo, head))
                 insort(self._extents, kept[-1], key=_start)
             self._weights_bytes -= extent.size - sum(part.size for part in kept)
-            self._rebar()
         return kept
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:

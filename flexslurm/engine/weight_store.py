@@ -160,6 +160,7 @@ class WeightStore:
     def _trim(self, concerned: Sequence[Segment]) -> None:
         """Free what no view uses of segments that nobody has pinned."""
         unused: list[Extent] = []
+        changed = False
         for segment in concerned:
             near = self._segments.get((segment.model, segment.tensor), [])
             if segment.extent.pins or segment not in near:
@@ -169,11 +170,12 @@ class WeightStore:
                 unused.append(segment.extent)
             elif ranges == [(segment.lo, segment.hi)]:
                 continue
+            changed = True
             near.remove(segment)
             near += self._split(segment, ranges)
             if not near:
                 del self._segments[segment.model, segment.tensor]
-        if unused:
+        if changed:
             self._arena.free(unused)
 
     def _split(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> list[Segment]:

@@ -174,6 +174,7 @@ def test_parts_that_are_kept_lose_their_slack_when_they_move(arena: Arena) -> No
     extent = arena.take(6 * A, "w")
     arena.bytes_of(extent).copy_(torch.arange(6 * A) % 256)
     one, two = arena.cut(extent, [(A - 10, A + 40), (4 * A + 3, 5 * A)])
+    arena.free([])
     assert [(part.start, part.stop, part.head) for part in (one, two)] == [
         (0, 2 * A, A - 10), (4 * A, 5 * A, 3),
     ]  # fmt: skip
@@ -316,6 +317,7 @@ def test_nothing_is_lost_whatever_moves(todo: list[tuple[str, int]], shape: Page
             extent, filled = weights.pop(value % len(weights))
             if extent.nbytes > 2 * A:
                 parts = arena.cut(extent, [(3, A - 1 - extent.head), (2 * A, extent.nbytes)])
+                arena.free([])
                 weights += [(part, filled) for part in parts]
             else:
                 arena.free([extent])
