@@ -98,10 +98,14 @@ def _family() -> set[int]:
 
 
 def _descriptors() -> list[tuple[int, str]]:
+    """But for copies of standard error: DeepSpeed keeps one from when it is first imported."""
     found = []
+    standard_error = os.fstat(2)
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
+            if os.path.samestat(os.fstat(int(entry.name)), standard_error):
+                continue
         except OSError:
             continue
         if not target.startswith(_LASTING_FILES) and "site-packages" not in target:

@@ -27,10 +27,18 @@ TELLER = "echo"
 @pytest.fixture
 def place() -> Iterator[Path]:
     """Where the site keeps services: a directory that everybody may enter."""
-    where = Path(tempfile.mkdtemp(prefix="as-owner-"))
+    where = Path(tempfile.mkdtemp(prefix="as-owner-", dir=_open_to_all()))
     where.chmod(0o755)
     yield where.resolve()
     shutil.rmtree(where)
+
+
+def _open_to_all() -> Path:
+    """The temporary directory, unless it is the tester's own."""
+    for where in (Path(tempfile.gettempdir()).resolve(), Path("/tmp"), Path("/var/tmp")):
+        if all(above.stat().st_mode & 0o001 for above in (where, *where.parents)):
+            return where
+    raise AssertionError("there is no temporary directory that everybody may enter")
 
 
 @pytest.fixture
