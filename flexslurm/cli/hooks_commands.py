@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -255,12 +257,11 @@ def warnings_of(hook: Hook, command: list[str]) -> list[str]:
     if not hook.executable:
         return []
     program = Path(command[0]).resolve()
-    owners = {path.stat().st_uid for path in (program, *program.parents)} - {0}
-    if not owners:
+    if not _others_may_replace(program):
         return []
     return [
-        f"{program} or a directory above it is not root's: whoever owns it would run code as the "
-        "hooks' user; install flexslurm where only root writes"
+        f"{program} or a directory above it is not root's alone: whoever may write there would run "
+        "code as the hooks' user; install flexslurm where only root writes"
     ]
 
 
@@ -269,13 +270,27 @@ def beside_warnings(hook: Hook, directory: Path) -> list[str]:
     if not hook.beside:
         return []
     path = directory.resolve() / hook.beside[0][1]
-    owners = {place.stat().st_uid for place in (path, *path.parents)} - {0}
-    if not owners:
+    if not _others_may_replace(path):
         return []
     return [
-        f"{path} or a directory above it is not root's: before sudo lets anybody run it, install "
-        "it as root where only root writes, or its owner becomes any user but root"
+        f"{path} or a directory above it is not root's alone: before sudo lets anybody run it, "
+        "install it as root where only root writes, or who may write there becomes any user but "
+        "root"
     ]
+
+
+def _others_may_replace(path: Path) -> bool:
+    """Whether it, or a directory above it, is another's than root's or open to others' writing."""
+    return any(_is_open(place.stat()) for place in (path, *path.parents))
+
+
+def _is_open(status: os.stat_result) -> bool:
+    if status.st_uid != 0:
+        return True
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
+        return False  # as /tmp: what is root's there stays
+    of_group = stat.S_IWGRP if status.st_gid != 0 else 0
+    return bool(status.st_mode & (of_group | stat.S_IWOTH))
 
 
 def _register(directory: Path, site: Site | None) -> None:

@@ -56,7 +56,7 @@ def put_text(text: str, target: Path | None, *, executable: bool = False) -> boo
 
 def check_replaceable(path: Path, option: str = "--out") -> None:
     """Before the work that fills it: whether `replace_file` could. Raises EnvironmentFault."""
-    place = path.absolute().parent
+    place = Path(os.path.realpath(path)).parent  # of a link, what it points to is replaced
     reason = ""
     if path.is_dir():
         reason = os.strerror(errno.EISDIR)

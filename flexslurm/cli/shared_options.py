@@ -15,7 +15,7 @@ _MOST_S = 1e8
 
 
 class Number(click.FloatRange):
-    """A number within a range; nan, which no range keeps out, is none."""
+    """A finite number within a range; nan, which no range keeps out, is none."""
 
     what = "number"
 
@@ -23,9 +23,13 @@ class Number(click.FloatRange):
         self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number = float(super().convert(value, param, ctx))  # type: ignore[arg-type]
-        if math.isnan(number):
+        if not math.isfinite(number):
             self.fail(f"{value!r} is not a {self.what}", param, ctx)
         return number
+
+    def _describe_range(self) -> str:
+        """For help; without bounds click would say x<=None."""
+        return "" if self.min is None and self.max is None else super()._describe_range()
 
 
 class _SecondsType(Number):

@@ -7,6 +7,7 @@ starts, replaces or ends one by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -155,29 +156,35 @@ class UnkeptPool:
         return info.state.over or (not info.known and pilot.fragment not in self._here)
 
     async def run_call(self, call: Call) -> None:
-        """Goes on to its end when the head's task is cancelled meanwhile."""
+        """Goes on to its end when the head's task is cancelled meanwhile.
+
+        Raises nothing of the world: what it raised would end the head.
+        """
         assert isinstance(call, Submit), call
         self._out = asyncio.ensure_future(self._start(call.pilot))
         await asyncio.shield(self._out)
 
     async def _start(self, before: Pilot) -> None:
-        fragment, wish = before.fragment, self._wishes[before.fragment]
+        fragment, wish = before.fragment, self._wishes.get(before.fragment)
+        if wish is None:
+            return  # a drain has taken it back just now
         pilot = msgspec.structs.replace(before, job_id=UNSENT)
         spec = pilot_spec(pilot, self._service, self._site, self._directory, self._cluster)
         try:
             self._write(pilot)
             if wish.unsure:
                 found = await asyncio.to_thread(self._submitter.find, spec.name)
-                wish.unsure = False
                 job = found[0] if found else ""
             else:
                 job = await asyncio.to_thread(self._submitter.submit, spec)
+            wish.unsure = bool(job)  # until it is written down
+            if job:
+                self._write(msgspec.structs.replace(pilot, job_id=job))
         except (FlexslurmError, OSError) as error:
             self._not_started(before, wish, error)
             return
         if not job:
             return  # it is submitted in the next turn
-        self._write(msgspec.structs.replace(pilot, job_id=job))
         self._wishes.pop(fragment, None)
         log.info("%s is started again: job %s", fragment, job)
         self._record({"event": "pool", "what": "started again", "fragment": fragment, "job": job})
@@ -193,7 +200,8 @@ class UnkeptPool:
         self._failed[fragment] = why
         log.warning("%s cannot be started again: %s", fragment, why)
         if not wish.unsure:
-            self._write(before)
+            with contextlib.suppress(FlexslurmError, OSError):  # the disk may be what failed
+                self._write(before)
 
     def _write(self, pilot: Pilot) -> None:
         """Put it in its place in the list of pilots. Raises OSError, ServiceError."""

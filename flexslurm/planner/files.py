@@ -127,7 +127,10 @@ def read_csv(path: Path) -> str:
 
 
 def open_table(path: Path) -> GearTable:
-    """A gear table, mapped; nothing but its header is read. Raises ConfigError."""
+    """A gear table, mapped, once its check is right; entries are decoded when they are asked for.
+
+    Raises ConfigError.
+    """
     try:
         with path.open("rb") as file:
             data: memoryview | bytes

@@ -45,15 +45,16 @@ def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All hooks as installed; in place of flexslurm, a program that notes what it is told.
 
     It hangs where there is a file `hang`, and goes on as flexslurm where there is one `real`; a
-    file `patient` gives that one as long as a slow machine takes.
+    file `patient` gives that one as long as a slow machine takes, beyond the five seconds after
+    which the hooks end it.
     """
     where = tmp_path_factory.mktemp("hooks")
     teller = where / "teller"
     program = "from flexslurm.cli.main import main; main()"
     teller.write_text(
         f'#!/bin/sh\necho "$@" >>{where}/told\n[ ! -e {where}/hang ] || sleep 60\n'
-        f'[ ! -e {where}/patient ] || set -- "$@" --within 60\n'
-        f'[ ! -e {where}/real ] || exec {sys.executable} -c "{program}" "$@"\n'
+        f'beyond=\n[ ! -e {where}/patient ] || {{ set -- "$@" --within 60; beyond="setsid -f"; }}\n'
+        f'[ ! -e {where}/real ] || exec $beyond {sys.executable} -c "{program}" "$@"\n'
     )
     teller.chmod(0o755)
     site = parse_section(Site, LIMITS, "limits.yaml")

@@ -96,15 +96,24 @@ def test_options_that_say_nothing_or_too_much(
         ("probe", "--timeout", "nan"),
         ("doctor", "--timeout", "nan"),
         ("sandbox", "up", "--timeout", "nan"),
+        ("profile", "m", "--minutes", "inf"),
+        ("probe", "--timeout", "inf"),
+        ("sandbox", "up", "--timeout", "inf"),
     ],
-    ids=lambda line: line[0],
+    ids=lambda line: f"{line[0]} {line[-1]}",
 )
-def test_nan_is_no_number_to_any_command(
+def test_what_is_not_finite_is_no_number_to_any_command(
     line: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(line) == 2
     told = capsys.readouterr().err
-    assert told.count("flexslurm: error: ") == 1, told
+    assert told.count("flexslurm: error: ") == 1 and "is not a number" in told, told
+
+
+def test_help_tells_no_range_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("notify", "--help")) == 0
+    told = capsys.readouterr().out
+    assert "--grace S" in told and "None" not in told, told
 
 
 def test_a_model_larger_than_the_pool_and_than_what_is_added(
@@ -227,6 +236,25 @@ def test_a_link_stays_and_its_file_is_replaced(place: Path) -> None:
     assert (place / "link").is_symlink()
     assert len(open_table(place / "far" / "t")) == 3
     assert [path.name for path in (place / "far").iterdir()] == ["t"]
+
+
+def test_a_link_into_nowhere_is_refused_before_anything_is_planned(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "link").symlink_to("no/such/t")
+    monkeypatch.setattr("flexslurm.planner.tabulate.make_table", lambda *_: pytest.fail("planned"))
+    assert run((*BASE, "--out", "link")) == 8
+    assert "there is no such directory" in capsys.readouterr().err
+
+
+def test_a_link_is_written_to_where_its_own_directory_cannot_be(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "far").mkdir()
+    (place / "link").symlink_to("far/t")
+    allowed = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != place and allowed(path, mode))
+    assert run((*BASE, "--out", "link")) == 0 and len(open_table(place / "far" / "t")) == 3
 
 
 def test_an_interrupted_plan_leaves_the_old_table(

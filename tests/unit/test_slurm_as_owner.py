@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,14 @@ def service(place: Path) -> Path:
     return path
 
 
-def run(place: Path, *arguments: str, uid: int = SOMEBODY) -> tuple[int, str]:
+def run(
+    place: Path, *arguments: str, uid: int = SOMEBODY, teller: Sequence[str] = (TELLER,)
+) -> tuple[int, str]:
     """As the hooks' sudo starts it."""
     site = parse_section(
         Site, f"name: x\ngpu_types: {{a: {{}}}}\npaths: {{shared_dir: {place}}}\n", "s"
     )
-    text = hook_text("as_owner.sh", site, [TELLER], "/etc/slurm/flexslurm")
+    text = hook_text("as_owner.sh", site, list(teller), "/etc/slurm/flexslurm")
     done = subprocess.run(
         ["sh", "-s", "--", *arguments], input=text, capture_output=True, text=True, check=False,
         cwd="/", user=uid if ROOT else None,
@@ -110,6 +112,16 @@ def test_only_where_services_are_kept(place: Path, service: Path) -> None:
     around = service / ".." / ".." / ".."
     code, said = run(place, "job-end", "strigger", str(around), "", "", "")
     assert code == 64 and "that is not a directory of " in said
+
+
+def test_nothing_is_looked_for_in_the_home_that_sudo_may_have_kept(
+    place: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python runs what lies in HOME/.local: as the owner, that must not be SlurmUser's to say."""
+    monkeypatch.setenv("HOME", str(place))
+    arguments = ("job-end", "strigger", str(service), "", "", "")
+    code, said = run(place, *arguments, teller=["sh", "-c", 'echo "$HOME"'])
+    assert code == 0 and said != str(place)
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can become others")
@@ -186,6 +198,27 @@ def test_a_script_that_is_not_root_s_is_warned_of(place: Path) -> None:
     [warning] = beside_warnings(strigger, place)
     assert warning.startswith(f"{place}/as_owner.sh or a directory above it is not root's")
     assert beside_warnings(epilog, place) == []
+
+
+@pytest.mark.skipif(not ROOT, reason="only root's files are not warned of")
+@pytest.mark.parametrize(
+    ("mode", "group", "warned"),
+    [(0o755, SOMEBODY, False), (0o775, 0, False), (0o775, SOMEBODY, True), (0o757, 0, True)],
+)
+def test_a_script_that_others_may_replace_is_warned_of(
+    place: Path, mode: int, group: int, warned: bool
+) -> None:
+    """As /etc/slurm is where SlurmUser's group may write there."""
+    (place / "slurm").mkdir()
+    script = place / "slurm" / "as_owner.sh"
+    script.touch(0o755)
+    for path in (place / "slurm", script):
+        for other in (place / "slurm", script):
+            os.chown(other, 0, 0)
+            other.chmod(0o755)
+        os.chown(path, 0, group)
+        path.chmod(mode)
+        assert bool(beside_warnings(HOOKS["strigger"], place / "slurm")) is warned, path
 
 
 def test_what_hooks_share_stays_until_the_last_is_gone(

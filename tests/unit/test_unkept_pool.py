@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,46 @@ def test_why_it_cannot_be_is_said_and_the_list_is_as_before(world: World) -> Non
     assert world.pool.bring_back("a-2")
     world.turn()
     assert world.ids() == ["local-1", "local-12"] and world.pool.lines() == ()
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_is_no_end_of_the_head(
+    world: World, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is raised into the poller; what was started unwritten is found by its name."""
+    world.end("local-2")
+    world.turn()
+    left, write = [writes], world.directory.write_pilots
+
+    def full(pilots: Pilots) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= 1
+        write(pilots)
+
+    monkeypatch.setattr(world.directory, "write_pilots", full)
+    world.pool.bring_back("a-2")
+    world.turn(3)
+    assert world.calls == ["submit"] * writes
+    [line] = world.pool.lines()
+    assert line.startswith("a-2 cannot be started again: ") and "No space left" in line
+    left[0] = 9
+    assert world.pool.bring_back("a-2")
+    world.turn(2)
+    assert world.calls == [["submit"], ["submit", "find"]][writes]
+    assert world.ids() == ["local-1", "local-12"] and world.pool.lines() == ()
+
+
+def test_a_drain_may_come_between_the_choice_of_a_call_and_the_call(world: World) -> None:
+    world.end("local-2")
+    world.turn()
+    world.pool.bring_back("a-2")
+    call = world.pool.next_call()
+    assert call is not None
+    world.members.draining.add("a-2")
+    world.pool.tick(world.members, lambda: LOAD, ())
+    asyncio.run(world.pool.run_call(call))
+    assert not world.calls and world.ids() == ["local-1", "local-2"]
 
 
 def test_an_answer_that_got_lost_leaves_no_second_job(world: World) -> None:

@@ -37,5 +37,8 @@ case $directory/ in
 "${home:-/nonexistent}"/*) ;;
 *) refuse 'services are not kept there' ;;
 esac
+# sudo may be set up to keep SlurmUser's HOME, in which Python would look for modules
+HOME=${home:-/nonexistent}
+export HOME
 exec @FLEXSLURM@ notify "$1" --within 4 --source "$2" --service-dir "$directory" \
     ${4:+--job "$4"} ${5:+--nodes "$5"} ${6:+--restarts "$6"}
