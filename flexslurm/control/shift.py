@@ -41,7 +41,7 @@ from flexslurm.control.actions import (
     Send,
 )
 from flexslurm.control.holdings import Holdings
-from flexslurm.control.install_message import install_message
+from flexslurm.control.install_message import assemble_message, install_message
 from flexslurm.control.installed import (
     InstalledGear,
     InstalledReplica,
@@ -53,7 +53,7 @@ from flexslurm.control.patience import patience_s
 from flexslurm.control.phases import AT_DEADLINE, LEGAL, InstallSettings, Mode, Phase, ShiftOrder
 from flexslurm.control.preview import shift_request
 from flexslurm.gear import Gear, Slot, replica_slots
-from flexslurm.messages import Assemble, Install, Pacing, StartWorkers
+from flexslurm.messages import Install, Pacing, StartWorkers
 
 
 @dataclass(slots=True)
@@ -147,9 +147,8 @@ class Shift:
         if self.phase is Phase.PREPARE and self.assemble_by is None:
             self.target, self.order, self.plan_asked = {}, None, False
             return
-        one = self.target[number]
-        at = one.seats[one.workers.index(worker)].at
-        self.fail(now, f"a worker of replica {number} died during the {self.phase}", at.agent)
+        seat = next(seat for seat in self.target[number].seats if seat.worker == worker)
+        self.fail(now, f"a worker of replica {number} died during the {self.phase}", seat.at.agent)
 
     def on_lost(self, now: float, left: InstalledGear | None, lost: ReplicaKey) -> None:
         """A replica that served is no more."""
@@ -245,10 +244,8 @@ class Shift:
         made = {}
         for number, replica in enumerate(self.gear.replicas):
             if number not in self.kept:
-                seats = tuple(
-                    seat_of(members, self.placement[slot])
-                    for slot in replica_slots(replica, number)
-                )
+                slots = replica_slots(replica, number)
+                seats = tuple(seat_of(members, self.placement[slot]) for slot in slots)
                 made[number] = InstalledReplica(ReplicaKey(self.epoch, number), replica, seats)
         return made
 
@@ -259,13 +256,14 @@ class Shift:
         assert self.order is not None
         if not (self.replaced and self.target and self.order.mode is Mode.PARK):
             return True
+        whole_s = self.settings.assemble_timeout_s + 4.0 * self.order.transfer_s
+        ahead_s = self._bound(whole_s, members, now) / 2
         if self.assemble_by is None:
-            whole_s = self.settings.assemble_timeout_s + 4.0 * self.order.transfer_s
-            ahead_s = self._bound(whole_s, members, now) / 2
             self.assemble_by = now + ahead_s
             self.deadline = max(self.deadline, self.assemble_by + 1.0)
-            self._send_installs(members, holdings, actions, early=True)
+            self._send_installs(members, holdings, actions, ahead_s)
             actions.append(ParkAhead(self.epoch, ahead_s))
+        self.assemble_by = min(self.assemble_by, now + ahead_s)  # less once a member must leave
         made = self.parked_ahead and self.assembled.keys() >= self._new_workers
         return made or now >= self.assemble_by
 
@@ -317,16 +315,18 @@ class Shift:
         self._send_installs(members, holdings, actions)
 
     def _send_installs(
-        self, members: Members, holdings: Holdings, actions: list[Action], *, early: bool = False
+        self, members: Members, holdings: Holdings, actions: list[Action], early_s: float = -1.0
     ) -> None:
         assert self.order is not None
+        early = early_s >= 0.0
         if early or self.assemble_by is None:
             actions.append(MeetEpoch(self.epoch))
         for _, one in sorted(self.target.items()):
             for slot, worker in zip(one.slots, one.workers, strict=True):
                 holdings.add(worker, self.epoch)
                 install = self._message(slot, one, members, self.order)
-                actions.append(Send(worker, Assemble(install=install) if early else install))
+                said = assemble_message(install, self.settings, early_s) if early else install
+                actions.append(Send(worker, said))
 
     def _message(
         self, slot: Slot, one: InstalledReplica, members: Members, order: ShiftOrder
@@ -335,7 +335,7 @@ class Shift:
         meeting = 1 if staged else len(self._new_workers)
         serving = self.phase is Phase.PREPARE or order.mode is Mode.BESIDE
         return install_message(
-            slot, one, self.settings, order,
+            slot, one, self.settings, order, self.target.values(),
             arena_bytes=members.arena_bytes(self.placement[slot], self.settings.memory_fraction),
             block_tokens=self.gear.block_tokens, pacing=self.pacing.get(slot),
             hand_over=meeting if self.lingering else 0, serving=serving,

@@ -34,8 +34,6 @@ from flexslurm.messages import (
 )
 
 _PROGRESS_EVERY_S = 0.5
-_ROOM_S = 150.0
-"""For the old gear to be parked and closed, which the head has bounds of its own for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class AwaitedRoom(Protocol):
         """There is none."""
         ...
 
-    def come(self, timeout_s: float, *, staged: bool) -> Install:
+    def come(self, *, staged: bool) -> Install:
         """Wait for it, and give what is asked; `staged`: all that peers have is on this host.
 
         Raises DeadlineExceeded.
@@ -127,7 +125,7 @@ class Installer:
         if self._room.waits():
             staged = filler.stage(self._staging_bytes(), self._room.waits)
             arena.warm(filler.lacks_bytes)
-        install = self._install = self._room.come(_ROOM_S, staged=staged)
+        install = self._install = self._room.come(staged=staged)
         self._deadline += time.monotonic() - waited_from
         filler.go_on(install.rate_bytes_per_s, self._deadline)
         self.progress("build", 0, 0)  # raises where it is over
@@ -147,7 +145,7 @@ class Installer:
         install, here = self._install, self._address()
         near = {p.worker for p in install.peers if p.address == here}
         near |= {holder.worker for holder in install.holders if holder.address == here}
-        return self._host.transfers.lot.spare_bytes // (2 * max(len(near), 1))
+        return self._host.transfers.lot.spare_bytes // (2 * max(len(near), install.host_workers))
 
     def _address(self) -> str:
         return next(p.address for p in self._install.peers if p.worker == self._host.worker)

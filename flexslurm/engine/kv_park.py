@@ -84,7 +84,7 @@ class KvParker:
             parked.places[block] = place
 
         try:
-            why = _copy_out(source, order, cancel, parked.buffer, keep)
+            why = self._copy_out(source, order, cancel, parked.buffer, keep)
         except BaseException:
             self._lot.discard(parked)
             raise
@@ -108,7 +108,7 @@ class KvParker:
             done.add(block)
 
         try:
-            why = _copy_out(source, order, cancel, lambda _: buffer, keep)
+            why = self._copy_out(source, order, cancel, lambda _: buffer, keep)
             writer.finish()
         finally:
             writer.abandon()
@@ -128,6 +128,35 @@ class KvParker:
         if not tickets:
             del self._wanted[order.epoch]
         return True
+
+    def _copy_out(
+        self, source: PageSource, order: ParkKv, cancel: Cancel,
+        buffer: Callable[[int], memoryview], keep: Callable[[int, int], None],
+    ) -> str:  # fmt: skip
+        """Copy block after block, as far as the time allows; why not all of them.
+
+        `buffer(place)`: where the block goes that is number `place` of those that are copied;
+        `keep`: it is there.
+        """
+        deadline = time.monotonic() + order.deadline_s
+        missing = set(source.missing())
+        bucket = Bucket(order.rate_bytes_per_s) if order.rate_bytes_per_s > 0.0 else None
+        place = 0
+        for number, block in enumerate(order.blocks):
+            if number in missing:
+                continue
+            faults.reach(Point.PARK)
+            lo, hi = source.item(number)
+            wait_s = bucket.wait_s(hi - lo, time.monotonic()) if bucket is not None else 0.0
+            off = cancel.wait(max(min(wait_s, deadline - time.monotonic()), 0.0))
+            if off or order.ticket not in self._wanted.get(order.epoch, ()):
+                return "it was called off"
+            if time.monotonic() >= deadline:
+                return "the time was up"
+            if _copied(source, lo, hi, buffer(place)):
+                keep(block, place)
+                place += 1
+        return "they hold nothing"
 
     def _parked(
         self, order: ParkKv, began: float, nbytes: int, failed: tuple[int, ...], reason: str
@@ -149,35 +178,6 @@ class KvParker:
             files = self._files.pop(order.epoch, [])
         for path in files:
             path.unlink(missing_ok=True)
-
-
-def _copy_out(
-    source: PageSource, order: ParkKv, cancel: Cancel, buffer: Callable[[int], memoryview],
-    keep: Callable[[int, int], None],
-) -> str:  # fmt: skip
-    """Copy block after block, as far as the time allows; why not all of them.
-
-    `buffer(place)`: where the block goes that is number `place` of those that are copied; `keep`:
-    it is there.
-    """
-    deadline = time.monotonic() + order.deadline_s
-    missing = set(source.missing())
-    bucket = Bucket(order.rate_bytes_per_s) if order.rate_bytes_per_s > 0.0 else None
-    place = 0
-    for number, block in enumerate(order.blocks):
-        if number in missing:
-            continue
-        faults.reach(Point.PARK)
-        lo, hi = source.item(number)
-        wait_s = bucket.wait_s(hi - lo, time.monotonic()) if bucket is not None else 0.0
-        if cancel.wait(max(min(wait_s, deadline - time.monotonic()), 0.0)):
-            return "it was called off"
-        if time.monotonic() >= deadline:
-            return "the time was up"
-        if _copied(source, lo, hi, buffer(place)):
-            keep(block, place)
-            place += 1
-    return "they hold nothing"
 
 
 def _copied(source: PageSource, lo: int, hi: int, target: memoryview) -> bool:

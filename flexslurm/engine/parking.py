@@ -307,7 +307,12 @@ class ParkingLot:
                     "memory are in use for it"
                 )
             self._used_bytes += need
-        return HostSet(box, blocks)
+        try:
+            return HostSet(box, blocks)
+        except OSError:
+            with self._lock:
+                self._used_bytes -= need
+            raise
 
     def keep(self, parked: HostSet) -> None:
         """From now on it is found."""

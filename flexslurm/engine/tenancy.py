@@ -64,8 +64,8 @@ class TenancyPhase(StrEnum):
 class Tenancy:
     """One epoch; its stage, runner and groups are touched by its thread only."""
 
-    def __init__(self, install: Install, host: Host, *, early: bool = False) -> None:
-        """`early`: no memory is taken until `go_on`."""
+    def __init__(self, install: Install, host: Host, *, room_s: float | None = None) -> None:
+        """`room_s`: no memory is taken until `go_on`, which comes within this time."""
         self.epoch = install.epoch
         self.phase = TenancyPhase.INSTALLING
         self._install, self._host = install, host
@@ -81,7 +81,8 @@ class Tenancy:
         self._stop = threading.Event()
         self._room = threading.Event()
         """There is room for the stage, or nothing is waited for any more."""
-        if not early:
+        self._room_by = time.monotonic() + (room_s or 0.0)
+        if room_s is None:
             self._room.set()
         self._thread = threading.Thread(
             target=self._live, name=f"epoch-{install.epoch}", daemon=True
@@ -207,13 +208,13 @@ class Tenancy:
         """Whether there is no room for the stage yet."""
         return not self._room.is_set()
 
-    def come(self, timeout_s: float, *, staged: bool) -> Install:
+    def come(self, *, staged: bool) -> Install:
         """The install that is to be done, once there is room for it; see `install.AwaitedRoom`."""
         if self.waits():
             done = Assembled(worker=self._host.worker, epoch=self.epoch, staged=staged)
             self._host.send(done)
-            if not self._room.wait(timeout_s):
-                raise DeadlineExceeded(f"there was no room for the stage within {timeout_s:g} s")
+            if not self._room.wait(max(self._room_by - time.monotonic(), 0.0)):
+                raise DeadlineExceeded("there was no room for the stage in time")
         return self._install
 
     def _serve(self) -> None:

@@ -230,11 +230,12 @@ class Worker:
     def _install(self, order: Install | Assemble) -> None:
         early = isinstance(order, Assemble)
         install = order.install if isinstance(order, Assemble) else order
+        room_s = order.room_s if isinstance(order, Assemble) else None
         with self._lock:
             tenancy = self._tenancies.get(install.epoch)
             known = tenancy is not None
             if tenancy is None:
-                tenancy = Tenancy(install, self._host, early=early)
+                tenancy = Tenancy(install, self._host, room_s=room_s)
                 self._tenancies[install.epoch] = tenancy
         if not known:
             log.info("epoch %d: installing %s", install.epoch, install.slot)

@@ -40,6 +40,9 @@ class GearBook:
         self._known: OrderedDict[Signature, Found] = OrderedDict()
         self._asked: dict[Signature, Found] = {}
         """With the stand-in that is given until the answer comes."""
+        self._asked_for: dict[Signature, int] = {}
+        """With which cards, counted by how often there were others."""
+        self._cards = 0
 
     def use(self, table: GearTable) -> None:
         """Look gears up in this table from now on."""
@@ -49,6 +52,7 @@ class GearBook:
     def forget(self) -> None:
         """Look everything up anew: there are other cards, or there is another table."""
         self._known.clear()
+        self._cards += 1
         for signature in self._asked:
             self._asked[signature] = self._stand_in(signature)
 
@@ -69,7 +73,7 @@ class GearBook:
             return self._asked[signature]
         stand_in = self._stand_in(signature)
         if len(self._asked) < MOST_ASKED:
-            self._asked[signature] = stand_in
+            self._asked[signature], self._asked_for[signature] = stand_in, self._cards
             self._ask(signature)
         return stand_in
 
@@ -93,12 +97,19 @@ class GearBook:
     def learn(self, signature: Signature, found: Found | None) -> None:
         """What was planned; None: planning failed, and the stand-in stays.
 
-        Planned for other cards than are here by now, it is asked for again when it is needed.
+        So it does where one does not fit the cards that it was planned for: planning it again would
+        give the same. Planned for others, it is asked for again when it is needed.
         """
-        stand_in = self._asked.pop(signature, None)
-        answer = self._fitting(found) if found is not None else stand_in
-        if isinstance(answer, NoGear) and found is None:
-            answer = NoGear(signature, "its gear could not be planned; the head's log says why")
+        stand_in, cards = self._asked.pop(signature, None), self._asked_for.pop(signature, None)
+        fits = self._fitting(found)
+        if found is not None and fits is None and cards != self._cards:
+            return
+        answer = fits if fits is not None else stand_in
+        if isinstance(answer, NoGear) and fits is None:
+            why = "its gear could not be planned; the head's log says why"
+            if found is not None:
+                why = "its gear does not fit the memory that the cards really have"
+            answer = NoGear(signature, why)
         if answer is not None:
             self._remember(signature, answer)
 

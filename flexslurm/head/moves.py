@@ -34,6 +34,7 @@ from flexslurm.planner.recompute import RecomputeCost
 
 log = logging.getLogger(__name__)
 
+_ANSWERS_S = 1.0
 _PARTS = 64
 """Sequences that a placement looks at one by one."""
 _PULL_SHARE = 0.4
@@ -185,11 +186,13 @@ class Moves:
         under = self._mine(epoch)
         parking = under.begin_parking(self._planner.shards.block_tokens, self._tickets)
         parking.begin_ahead(deadline_s, under.plan.order.rate_bytes_per_s)
+        under.ahead_until = self._now() + deadline_s - _ANSWERS_S
         return self._go_on()
 
     def park(self, epoch: int) -> ShiftEvent | None:
         under = self._mine(epoch)
-        under.begin_parking(self._planner.shards.block_tokens, self._tickets).end_ahead()
+        parking = under.begin_parking(self._planner.shards.block_tokens, self._tickets)
+        parking.end_ahead(cut_short=self._now() < under.ahead_until)
         self._pause(under)
         return self._go_on()
 

@@ -11,7 +11,7 @@ import msgspec
 
 from flexslurm.engine.load import RunningKv
 from flexslurm.head.moving import OldEnd, Tickets
-from flexslurm.messages import KvParked, ParkKv
+from flexslurm.messages import KvParked, ParkKv, UnparkKv
 
 
 class Parking:
@@ -35,7 +35,7 @@ class Parking:
         self.old, self._block_tokens, self._tickets = old, block_tokens, tickets
         self._deadline_s, self._directory, self._rate = deadline_s, directory, rate_bytes_per_s
         self._most_asks = most_asks
-        self.outbox: list[tuple[str, ParkKv]] = []
+        self.outbox: list[tuple[str, ParkKv | UnparkKv]] = []
         self.parked_bytes = 0
         self._asked: dict[int, int] = {}
         """Tickets without an answer, and the number of the old replica that each is about."""
@@ -70,9 +70,27 @@ class Parking:
         blocks = kv.blocks[: kv.computed // self._block_tokens]
         return msgspec.structs.replace(kv, blocks=blocks)
 
-    def end_ahead(self) -> None:
-        """The drivers are about to stand still."""
+    def end_ahead(self, *, cut_short: bool = False) -> None:
+        """The drivers are about to stand still.
+
+        `cut_short`: sooner than was said, so that what is not answered yet, at the pace of who
+        stands back, is not waited for: it is called off and asked for again.
+        """
         self._goes_on = False
+        for number in sorted(set(self._asked.values())) if cut_short else ():
+            self._call_off(number)
+
+    def _call_off(self, number: int) -> None:
+        """Forget what was asked for ahead of an old replica, which its workers do first too."""
+        at = self.old[number].at
+        told = UnparkKv(epoch=at.epoch)
+        self.outbox = [(w, ask) for w, ask in self.outbox if w not in at.workers]
+        self.outbox += [(worker, told) for worker in at.workers]
+        self._asked = {t: n for t, n in self._asked.items() if n != number}
+        for key in [key for key in self._ahead if key[0] == number]:
+            del self._ahead[key]
+            self.parts.pop(key[1], None)
+        self._failed[number].clear()
 
     def advance(self) -> None:
         """Ask once all drivers are at a step boundary, and what was asked ahead is answered.

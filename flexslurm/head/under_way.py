@@ -37,6 +37,8 @@ class UnderWay:
     """What waits in files; the mover has them after `old`."""
     mover: Mover | None = None
     parking: Parking | None = None
+    ahead_until: float = 0.0
+    """Until then answers about blocks that are copied ahead may be missing."""
     began_at: float | None = None
     """When TRANSFER began; None: there is none."""
     paused_at: float | None = None

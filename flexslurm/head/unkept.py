@@ -139,7 +139,11 @@ class UnkeptPool:
                 del self._wishes[fragment]
 
     def next_call(self) -> Call | None:
-        found = self._directory.pilots() if self._wishes and not self._closed else None
+        try:
+            found = self._directory.pilots() if self._wishes and not self._closed else None
+        except ServiceError as error:
+            log.warning("nothing is started again now: %s", error.message)
+            return None
         if found is None or found.head_job == UNSENT:  # the launcher still writes
             return None
         return next((Submit(p) for p in found.pilots if self._is_due(p)), None)

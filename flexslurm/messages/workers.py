@@ -154,6 +154,8 @@ class Install(Message, frozen=True, tag="head.install"):
     """
     turn_layers: int = 1
     """Layers of a turn."""
+    host_workers: int = 1
+    """Workers of the new gear that share this one's host, with it: so many share its memory."""
     probe: tuple[int, ...] = ()
     """Tokens that are sent through all stages before the replica counts as installed; may be none.
 
@@ -169,6 +171,8 @@ class Assemble(Message, frozen=True, tag="head.assemble"):
     """
 
     install: Install
+    room_s: float
+    """The Install follows within this time, or the epoch is retired."""
 
 
 class Retire(Message, frozen=True, tag="head.retire"):

@@ -89,6 +89,8 @@ class World:
         """What the shell finds out when it plans a shift."""
         self.turn_layers = 0
         """The same: how weights are handed over where both gears do not fit."""
+        self.transfer_s = 0.0
+        """The same: how long it takes."""
         self.staged = False
         """Whether workers have on their hosts what they take from others, before there is room."""
         self.mute: set[type[Action]] = set()
@@ -140,7 +142,9 @@ class World:
         match action:
             case PlanShift():
                 self.planned = action
-                order = ShiftOrder(self.mode, turn_layers=self.turn_layers)
+                order = ShiftOrder(
+                    self.mode, turn_layers=self.turn_layers, transfer_s=self.transfer_s
+                )
                 answer = ShiftPlanned(action.epoch, order)
             case ParkAhead(epoch):
                 assert not self.paused

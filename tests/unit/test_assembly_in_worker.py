@@ -7,11 +7,14 @@ import queue
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from flexslurm.engine.groups import start_default_world
+from flexslurm.engine.install import Installer
 from flexslurm.engine.nursery_server import WorkerSpec
+from flexslurm.engine.tenancy import Tenancy
 from flexslurm.engine.tiny import write_tiny_model
 from flexslurm.engine.worker import Worker
 from flexslurm.gear import Replica, Slot, Stage
@@ -20,6 +23,7 @@ from flexslurm.messages import (
     Assembled,
     Install,
     Installed,
+    InstallFailed,
     InstallProgress,
     Message,
     Peer,
@@ -80,10 +84,10 @@ def heard(one: Worker, sent: Sent) -> Message:
 def test_memory_is_taken_when_there_is_room(worker: tuple[Worker, Sent], tmp_path: Path) -> None:
     one, sent = worker
     order = install(tmp_path)
-    one._take(Assemble(install=order))
+    one._take(Assemble(install=order, room_s=60.0))
     assert heard(one, sent) == Assembled(worker="w", epoch=7, staged=True), "nobody else has any"
     assert one._used() == 0 and sent.empty()
-    one._take(Assemble(install=order))  # said twice
+    one._take(Assemble(install=order, room_s=60.0))  # said twice
     one._take(order)
     done = heard(one, sent)
     assert isinstance(done, Installed) and one._used() >= done.weights_bytes > 0
@@ -97,11 +101,32 @@ def test_what_waits_for_room_can_be_called_back(
     worker: tuple[Worker, Sent], tmp_path: Path
 ) -> None:
     one, sent = worker
-    one._take(Assemble(install=install(tmp_path)))
+    one._take(Assemble(install=install(tmp_path), room_s=60.0))
     assert isinstance(heard(one, sent), Assembled)
     one._take(Retire(epoch=7))
     assert heard(one, sent) == Retired(worker="w", epoch=7)
     assert one._tenancies == {} and one._used() == 0
+
+
+def test_room_is_waited_for_as_long_as_the_head_says(
+    worker: tuple[Worker, Sent], tmp_path: Path
+) -> None:
+    one, sent = worker
+    one._take(Assemble(install=install(tmp_path), room_s=0.01))
+    assert isinstance(heard(one, sent), Assembled)
+    failed = heard(one, sent)
+    assert isinstance(failed, InstallFailed) and "no room for the stage" in failed.reason
+
+
+def test_workers_of_all_replicas_on_a_host_share_what_it_may_stage(
+    worker: tuple[Worker, Sent], tmp_path: Path
+) -> None:
+    one, _ = worker
+    one._transfers.lot._limit_bytes = 4000
+    order = msgspec.structs.replace(install(tmp_path), host_workers=4)
+    tenancy = Tenancy(order, one._host)
+    installer = Installer(order, one._host, lambda: False, tenancy)
+    assert 4 * installer._staging_bytes() == 2000, "half is for KV"
 
 
 def test_groups_close_only_when_nothing_is_kept_of_an_epoch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexslurm.control.actions import MeetEpoch, ParkAhead, ParkAll, Send
-from flexslurm.control.events import Heard
+from flexslurm.control.events import PREEMPT_TIME, Heard, PilotLeaving
 from flexslurm.control.installed import ReplicaKey
 from flexslurm.control.phases import Mode, Phase
 from flexslurm.messages import (
@@ -131,3 +131,42 @@ def test_an_old_member_that_is_lost_meanwhile_leaves_nothing_to_wait_for() -> No
     world.run(1)
     assert world.drivers == {NEW} and world.serving() == "a100:2"
     assert len({send.to for send in world.told(Install)}) == 2
+
+
+def test_who_is_assembled_waits_for_room_as_long_as_the_slowest_may_take() -> None:
+    """One that lacks nothing is assembled at once; others fetch weights for minutes."""
+    world = leaving_world(Mode.PARK, "a", grace_s=10_000.0)
+    world.transfer_s = 200.0
+    world.run(0.2)
+    shift = world.control.shift
+    assert shift is not None and shift.assemble_by is not None
+    ahead_s = shift.assemble_by - world.now
+    assert ahead_s > 400.0
+    settings = shift.settings
+    latest_s = ahead_s + settings.park_timeout_s + settings.close_timeout_s + 1.0
+    for send in world.told(Assemble):
+        assert isinstance(send.message, Assemble) and send.message.room_s > latest_s
+
+
+def test_each_is_told_how_many_share_its_host() -> None:
+    world = leaving_world(Mode.PARK)
+    world.run(1)
+    orders = [send.message for send in world.told(Install) if isinstance(send.message, Install)]
+    new = [order for order in orders if order.epoch == 2]
+    assert len(new) == 2 and {order.host_workers for order in new} == {len(new)}
+
+
+def test_a_notice_that_comes_meanwhile_leaves_time_to_park() -> None:
+    """Without it, what is made ahead may take minutes."""
+    world = World()
+    world.join("a")
+    world.join("b")
+    world.run(3)
+    world.mode, world.transfer_s, world.mute = Mode.PARK, 100.0, {ParkAhead}
+    world.take(PilotLeaving("b", PREEMPT_TIME, 10_000.0))
+    world.run(1)
+    assert world.control.shift is not None and world.drivers == {OLD}
+    world.take(Heard("b", LeaveNotice(incarnation="b", source="SIGTERM", grace_s=9.0)))
+    world.run(5)
+    assert place(world, ParkAll) and world.drivers == {NEW}
+    assert world.control.history[-1].outcome == "committed"

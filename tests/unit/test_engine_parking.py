@@ -120,6 +120,31 @@ def test_parking_keeps_to_its_bound_rate_and_time(monkeypatch: pytest.MonkeyPatc
     side.close()
 
 
+def test_copies_that_nobody_wants_any_more_are_given_up_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shift that is given up has its memory free for the next, however slow its copies were."""
+    block = LAYERS * HEADS * PAGE
+    side = Side("w-one", parked_bytes=4 * block)
+    write(side.store(1), range(4))
+    waits: list[float] = []
+
+    def wait(cancel: Cancel, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 2:
+            side.transfers.unpark(UnparkKv(epoch=1))
+        return cancel.is_set
+
+    monkeypatch.setattr(Cancel, "wait", wait)
+    side.transfers.park(ParkKv(epoch=1, ticket=1, blocks=(0, 1, 2, 3)))
+    answer = side.answer(1)
+    assert answer.failed == (0, 1, 2, 3) and answer.reason == "it was called off"
+    assert len(waits) == 2 and side.transfers.lot.used_bytes == 0
+    side.transfers.park(ParkKv(epoch=1, ticket=2, blocks=(0, 1, 2, 3)))
+    assert not side.answer(2).failed, "there is room for it"
+    side.close()
+
+
 def test_a_place_that_cannot_be_written_to_is_told(
     sides: tuple[Side, Side], tmp_path: Path
 ) -> None:

@@ -323,3 +323,19 @@ def test_planning_that_fails_is_told_as_no_answer(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert answers == {sig("a100:2"): None}
+
+
+def test_a_gear_that_does_not_fit_the_cards_is_not_planned_without_end(table: GearTable) -> None:
+    asked: list[Signature] = []
+    book = GearBook(asked.append, lambda gear: None)
+    signature, gear = sig("a100:2"), table.gear(sig("a100:2"))
+    assert isinstance(gear, Gear)
+    for _ in range(3):
+        found = book.choose(signature)
+        book.learn(signature, gear)
+    found = book.choose(signature)
+    assert isinstance(found, NoGear) and "does not fit the memory" in found.reason
+    assert asked == [signature]
+    book.forget()  # there are other cards
+    book.choose(signature)
+    assert asked == [signature, signature]

@@ -9,7 +9,7 @@ from flexslurm.engine.ownership import ReplicaAt, Seat
 from flexslurm.head.moving import OldEnd, Tickets
 from flexslurm.head.parking import Parking
 from flexslurm.head.stored import Stored
-from flexslurm.messages import KvParked, ParkKv
+from flexslurm.messages import KvParked, ParkKv, UnparkKv
 from tests.reshard_cases import replica
 
 BLOCK = 4
@@ -151,7 +151,7 @@ def answer_all(made: Parking, failed: tuple[int, ...] = ()) -> None:
 
 def asked(made: Parking) -> list[tuple[int, ...]]:
     """What each ask of the first worker is for."""
-    return [ask.blocks for worker, ask in made.outbox if worker == "w0"]
+    return [ask.blocks for worker, ask in made.outbox if worker == "w0" and isinstance(ask, ParkKv)]
 
 
 def test_full_blocks_go_ahead_and_the_pause_has_what_came_since() -> None:
@@ -220,3 +220,31 @@ def test_nothing_is_left_for_the_pause_where_all_blocks_were_full() -> None:
     made.advance()
     assert made.done and not made.outbox
     assert made.kept(0) == {"a": kv("a", (1, 2), 8)}
+
+
+def test_copies_ahead_that_are_cut_short_are_called_off_and_made_anew() -> None:
+    driver = Driver(kv("a", (1, 2), 8))
+    made = ahead(driver)
+    slow = [ask for _, ask in made.outbox if isinstance(ask, ParkKv)]
+    made.outbox.clear()
+    answer(made, slow[0], "w0")
+    made.end_ahead(cut_short=True)
+    assert made.outbox == [(worker, UnparkKv(epoch=7)) for worker in ("w0", "w1")]
+    driver.idle = True
+    made.advance()
+    assert asked(made) == [(1, 2)] and not made.done
+    late = KvParked(worker="w1", epoch=7, ticket=slow[1].ticket, parked_bytes=0, seconds=1.0)
+    assert not made.take(late) and made.kept(0) == {}
+    made.outbox = made.outbox[2:]
+    answer_all(made)
+    assert made.done and made.kept(0) == {"a": kv("a", (1, 2), 8)}
+
+
+def test_copies_ahead_that_are_all_there_count_when_there_is_haste() -> None:
+    driver = Driver(kv("a", (1, 2), 8))
+    made = ahead(driver)
+    answer_all(made)
+    made.end_ahead(cut_short=True)
+    driver.idle = True
+    made.advance()
+    assert made.done and not made.outbox and made.kept(0) == {"a": kv("a", (1, 2), 8)}

@@ -248,3 +248,20 @@ def test_what_it_does_not_have_and_what_it_cannot_do(world: World) -> None:
     with pytest.raises(ServiceError, match="nobody keeps this pool") as caught:
         world.pool.release("n1", world.members)
     assert "flexslurm drain" in str(caught.value.hint)
+
+
+def test_a_list_that_cannot_be_read_now_does_not_end_the_head(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.end("local-2")
+    world.turn()
+    world.pool.bring_back("a-2")
+
+    def damaged() -> Pilots:
+        raise ServiceError("pilots.json is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.directory, "pilots", damaged)
+        assert world.pool.next_call() is None
+    world.turn()
+    assert world.calls == ["submit"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flexslurm.engine import parking, weight_staging
 from flexslurm.engine.arena import Arena
 from flexslurm.engine.families import check_model
 from flexslurm.engine.ownership import Holding, ShardMap
+from flexslurm.engine.parking import ParkedBox, ParkingLot
 from flexslurm.engine.reshard import LinkKind
 from flexslurm.engine.stage import LoadedStage, StagePlan, build_stage
 from flexslurm.engine.tenants import Tenant
@@ -161,3 +165,26 @@ def test_a_peer_that_has_gone_leaves_it_to_the_files(
     assert (stage.filled.moved_bytes, stage.filled.read_bytes) == (0, taker.needs)
     assert same_as_from_files(stage, model)
     stage.close()
+
+
+def no_memory(*_: int) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_a_host_that_gives_no_memory_costs_no_attempt(
+    giver: Giver, taker: Taker, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_staging, "mmap", SimpleNamespace(mmap=no_memory))
+    assert not taker.filler.stage(1 << 40, lambda: True)
+    stage = taker.build()
+    assert same_as_from_files(stage, model)
+    stage.close()
+
+
+def test_memory_that_is_not_given_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lot, box = ParkingLot(1000), ParkedBox(1, (0, 1), (0, 1), 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(parking, "mmap", SimpleNamespace(mmap=no_memory))
+        with pytest.raises(OSError, match="Cannot allocate"):
+            lot.open(box, 10)
+    assert lot.spare_bytes == 1000
