@@ -145,6 +145,7 @@ def test_the_doctor_finds_several_induced_failures_at_once(
 
 
 @pytest.mark.shared_service  # the sandbox's slurmctld is another one afterwards
+@pytest.mark.usefixtures("slurm")  # a killed one may remember jobs that had just ended
 @pytest.mark.slow
 def test_the_doctor_while_the_controller_is_away(
     slurm_sandbox: Sandbox, discovered: Path, tmp_path: Path
