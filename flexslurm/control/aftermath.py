@@ -9,8 +9,11 @@ from collections.abc import Collection
 
 from flexslurm.control.actions import Action, RoomFree, Send
 from flexslurm.control.holdings import Held, Holdings
-from flexslurm.control.members import AgentRecord, AgentState, Members, WorkerState
+from flexslurm.control.members import AgentRecord, AgentState, GpuAt, Members, WorkerState
 from flexslurm.messages import ReleaseAgent, StopWorkers
+
+_SPARED_S = 30.0
+"""Longer than a worker itself takes to give up closing, which ends it."""
 
 
 class Aftermath:
@@ -20,20 +23,29 @@ class Aftermath:
         self._members, self._holdings = members, holdings
         self._close_timeout_s = close_timeout_s
         self._closing: list[tuple[int, frozenset[Held]]] = []
+        self._told_to_end: frozenset[str] = frozenset()
 
     def kill_hung(self, now: float) -> list[Action]:
-        """End workers that do not close an epoch in time, unless they serve another one.
+        """End workers that do not close an epoch in time.
 
-        They hang in a collective, or worse; what they held goes with them.
+        They hang in a collective, or worse; what they held goes with them. Those that serve
+        another epoch are spared for a while, as streams wait for what is ended; no longer, as what
+        is not closed is in the way of every shift.
         """
         busy = {held.worker for held in self._holdings.in_use()}
+        late = self._holdings.late(now, self._close_timeout_s)
         actions: list[Action] = []
-        for worker in sorted(self._holdings.late(now, self._close_timeout_s) - busy):
+        for worker in sorted(late - busy):
             record = self._members.worker(worker)
             if record is not None and record.state is not WorkerState.STOPPING:
                 record.state = WorkerState.STOPPING
-                stop = StopWorkers(gpus=(record.at.gpu,), grace_s=0.0)
-                actions.append(Send(record.at.agent, stop))
+                actions.append(_end(record.at))
+        too_late = self._holdings.late(now, self._close_timeout_s + _SPARED_S) & busy
+        for worker in sorted(too_late - self._told_to_end):
+            record = self._members.worker(worker)
+            if record is not None:  # it serves until its agent says that it has ended
+                actions.append(_end(record.at))
+        self._told_to_end = too_late
         return actions
 
     def replaced(self, epoch: int) -> None:
@@ -73,3 +85,7 @@ class Aftermath:
         if agent.dismissed:
             return True
         return agent.state is AgentState.LEAVING and used is not None and agent.id not in used
+
+
+def _end(at: GpuAt) -> Send:
+    return Send(at.agent, StopWorkers(gpus=(at.gpu,), grace_s=0.0))

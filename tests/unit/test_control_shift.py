@@ -206,6 +206,20 @@ def test_room_is_free_only_when_the_old_epoch_is_closed_everywhere() -> None:
     assert world.room_freed()[0] == 2
 
 
+def test_one_that_serves_and_never_closes_what_was_is_ended_at_last() -> None:
+    """Every later shift would wait for its room."""
+    world = shift_world(Mode.BESIDE)
+    hung = world.worker("a", 0)
+    world.hung.add(hung)
+    leave(world, "b")
+    world.run(20)
+    assert world.drivers == {ReplicaKey(2, 0)} and not world.told(StopWorkers)
+    world.run(30)
+    assert [send.to for send in world.told(StopWorkers)] == ["a"]
+    assert world.room_freed()[0] == 2 and world.worker("a", 0) != hung
+    assert world.serving() is not None
+
+
 # ------------------------------------------------------------------- every phase, every loss
 
 
