@@ -143,12 +143,8 @@ class Say:
     warning: bool = False
 
 
-Action = (
-    Send
-    | Detach
-    | MeetEpoch
-    | ForgetEpoch
-    | PlanShift
+MoveAction = (
+    PlanShift
     | ParkAhead
     | ParkAll
     | ParkAway
@@ -156,8 +152,6 @@ Action = (
     | BeginTransfer
     | BeginCutover
     | SwitchOver
-    | DropShift
-    | RoomFree
-    | Record
-    | Say
 )
+"""What moves weights or KV; the head may answer with an event."""
+Action = Send | Detach | MeetEpoch | ForgetEpoch | MoveAction | DropShift | RoomFree | Record | Say

@@ -20,6 +20,7 @@ from flexslurm.control.actions import (
     DropShift,
     ForgetEpoch,
     MeetEpoch,
+    MoveAction,
     ParkAhead,
     ParkAll,
     ParkAway,
@@ -36,18 +37,6 @@ from flexslurm.control.state import Control
 from flexslurm.messages import Message
 
 log = logging.getLogger(__name__)
-
-
-MoveAction = (
-    PlanShift
-    | ParkAhead
-    | ParkAll
-    | ParkAway
-    | DropAway
-    | BeginTransfer
-    | BeginCutover
-    | SwitchOver
-)
 
 
 class Effects(Protocol):
