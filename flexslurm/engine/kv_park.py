@@ -48,17 +48,15 @@ class KvParker:
             return
         with self._lock:
             self._wanted.setdefault(order.epoch, set()).add(order.ticket)
-        # To host memory at a rate: ahead of a pause, beside what serves. To files: there is haste.
-        paced = order.directory is None and order.rate_bytes_per_s > 0.0
         job = partial(self._park, tenant, order, began)
-        if not self._tenants.work(order.epoch, job, paced=paced):
+        if not self._tenants.work(order.epoch, job, paced=_stands_back(order)):
             with self._lock:
                 self._is_wanted(order)
             self._parked(order, began, 0, order.blocks, "too many transfers wait")
 
     def _park(self, tenant: Tenant, order: ParkKv, began: float, cancel: Cancel) -> None:
         shape = tenant.store.shape
-        if order.directory is None and order.rate_bytes_per_s > 0.0:
+        if _stands_back(order):
             be_nice()
         box = ParkedBox(order.epoch, tenant.layers, tenant.heads, tenant.store.page_bytes)
         part = slice(0, shape.layers), slice(0, shape.heads)
@@ -178,6 +176,11 @@ class KvParker:
             files = self._files.pop(order.epoch, [])
         for path in files:
             path.unlink(missing_ok=True)
+
+
+def _stands_back(order: ParkKv) -> bool:
+    """To host memory at a rate: ahead of a pause, beside what serves. To files: there is haste."""
+    return order.directory is None and order.rate_bytes_per_s > 0.0
 
 
 def _copied(source: PageSource, lo: int, hi: int, target: memoryview) -> bool:
