@@ -152,16 +152,17 @@ def _fragments(
     by_fragment: dict[str, list[AgentRecord]] = {}
     for agent in control.members.agents.values():
         by_fragment.setdefault(agent.hello.fragment, []).append(agent)
+    left_out = control.members.cards().left_out
     for pilot in pilots:
         agents = by_fragment.pop(pilot.fragment, [])
         for agent in agents:
-            yield _of_agent(agent, control, slots, installs, now)
+            yield _of_agent(agent, control, slots, installs, left_out.get(agent.id, ""), now)
         if not agents:
             drained = pilot.fragment in control.members.draining
             yield _without_agent(pilot, jobs.get(pilot.job_id), drained)
     for agents in by_fragment.values():
         for agent in agents:
-            yield _of_agent(agent, control, slots, installs, now)
+            yield _of_agent(agent, control, slots, installs, left_out.get(agent.id, ""), now)
 
 
 def _without_agent(pilot: Pilot, job: JobView | None, drained: bool) -> FragmentStatus:
@@ -184,8 +185,10 @@ def _of_agent(
     control: Control,
     slots: Mapping[GpuAt, Slot],
     installs: Installs,
+    left_out: str,
     now: float,
 ) -> FragmentStatus:
+    """`left_out`: why its cards are not planned with; empty where they are."""
     gpus = tuple(_of_gpu(agent, gpu.index, slots, control.holdings) for gpu in agent.hello.gpus)
     serving = any(gpu.slot for gpu in gpus)
     state = "serving" if serving else "ready"
@@ -196,9 +199,8 @@ def _of_agent(
         state = str(agent.state)
         left = max((agent.leaves_at or now) - now, 0.0)
         detail = agent.failure or f"{agent.leave_source}, {left:.0f} s left"
-    short = control.members.cards().left_out.get(agent.id, "")
-    if short and agent.state is AgentState.READY:
-        state, detail = "left out", short
+    if left_out and agent.state is AgentState.READY:
+        state, detail = "left out", left_out
     node = f"Slurm: its node is {agent.node_words}" if agent.node_words else ""
     return FragmentStatus(
         name=agent.hello.fragment,
