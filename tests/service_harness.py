@@ -28,7 +28,6 @@ from flexslurm.engine.sampling import sample
 from flexslurm.errors import ServiceUnreachable
 from flexslurm.messages import (
     ChunkSampling,
-    FragmentStatus,
     SamplingParams,
     ServiceState,
     StatusAnswer,
@@ -190,7 +189,7 @@ def running(
         launching.wait_until_serving(plan, said.append, timeout_s)
         service = RunningService(directory, plan)
         if cluster == "local":
-            service.until(lambda status: sum(map(is_there, status.fragments)) == len(plan.pilots))
+            service.until(lambda status: pilots_there(status) == len(plan.pilots))
         yield service
     finally:
         stop_service(directory, 0.0, 60.0, said.append)
@@ -198,9 +197,8 @@ def running(
     assert not left, "the service left behind:\n  " + "\n  ".join(left)
 
 
-def is_there(fragment: FragmentStatus) -> bool:
-    """Whether a pilot has come, and nothing is against its use."""
-    return fragment.state in ("ready", "serving")
+def pilots_there(status: StatusAnswer) -> int:
+    return sum(fragment.is_there for fragment in status.fragments)
 
 
 def tiny_site(speed: float = 1.0, **memory: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tests.service_harness import (
     RunningService,
     check,
     finish,
-    is_there,
+    pilots_there,
     running,
     some_asks,
 )
@@ -169,7 +169,7 @@ class Ground:
             status = self.service.until(lambda s: True)
             faulty = [f.job_id for f in status.fragments if f.state == "faulty" and f.job_id]
             self.service.submitter.cancel(faulty)
-            if sum(map(is_there, status.fragments)) == fragments:
+            if pilots_there(status) == fragments:
                 return
             pilots = [(f.name, f.state, f.detail) for f in status.fragments]
             assert time.monotonic() < deadline, f"not all pilots are back: {pilots}"

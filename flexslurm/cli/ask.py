@@ -90,3 +90,12 @@ def ask_status(directory: ServiceDir, timeout_s: float = 5.0) -> StatusAnswer:
     if not isinstance(answer, StatusAnswer):
         raise ServiceError("the head gave another answer than its status")
     return answer
+
+
+def pool_is_whole(directory: ServiceDir, pilots: int) -> bool:
+    """Whether all are there: a service may answer before the last has come.
+
+    Raises as `ask` does.
+    """
+    here = [one.is_there for one in ask_status(directory).fragments]
+    return len(here) == pilots and all(here)

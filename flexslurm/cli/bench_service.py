@@ -18,7 +18,7 @@ import yaml
 
 from flexslurm.cli import launch as launching
 from flexslurm.cli import submitting
-from flexslurm.cli.ask import ask, ask_status
+from flexslurm.cli.ask import ask, ask_status, pool_is_whole
 from flexslurm.cli.bench_round import BEGUN, TAIL, Round
 from flexslurm.cli.demo_streams import StreamRun, open_streams
 from flexslurm.cli.stopping import stop_service
@@ -128,11 +128,7 @@ class BenchService:
 
     def wait_for_pool(self) -> None:
         """All pilots are there: a service may answer before the last of them has come."""
-        _until(self._is_whole)
-
-    def _is_whole(self) -> bool:
-        here = [f.state in ("ready", "serving") for f in ask_status(self._directory).fragments]
-        return len(here) == len(self._plan.pilots) and all(here)
+        _until(lambda: pool_is_whole(self._directory, len(self._plan.pilots)))
 
     def calm(self) -> list[StreamRun]:
         """The streams without any disturbance, to their ends."""

@@ -131,6 +131,7 @@ def _cycles(
 def _launched(ask: ServeAsk, home: Path) -> Iterator[Any]:
     """The service's directory, once it serves."""
     from flexslurm.cli import launch, submitting
+    from flexslurm.cli.ask import pool_is_whole
     from flexslurm.cli.stopping import stop_service
     from flexslurm.config.schema import parse_section
     from flexslurm.config.service import Service
@@ -144,18 +145,10 @@ def _launched(ask: ServeAsk, home: Path) -> Iterator[Any]:
     try:
         submitting.execute(plan, _silent)
         launch.wait_until_serving(plan, _silent, START_S)
-        _until(lambda: _is_whole(directory, len(plan.pilots)), START_S, "not all pilots came")
+        _until(lambda: pool_is_whole(directory, len(plan.pilots)), START_S, "not all pilots came")
         yield directory
     finally:
         stop_service(directory, 0.0, 30.0, _silent)
-
-
-def _is_whole(directory: Any, pilots: int) -> bool:
-    """All are there: a service may answer before the last has come, and goes into another gear."""
-    from flexslurm.cli.ask import ask_status
-
-    here = [one.state in ("ready", "serving") for one in ask_status(directory).fragments]
-    return len(here) == pilots and all(here)
 
 
 def _silent(_: str) -> None:

@@ -122,10 +122,16 @@ class FragmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None
     gpu_type: str
     state: str
-    """`ready`, `serving`, `leaving`, `faulty`, `cordoned`; without agents the state of its job in
-    Slurm's words (`pending`, `running`, …), `unknown`, and once it has ended `lost`, `drained`."""
+    """`ready`, `serving`, `leaving`, `faulty`, `cordoned`, `left out`; without agents the state of
+    its job in Slurm's words (`pending`, `running`, …), `unknown`, and once it has ended `lost`,
+    `drained`."""
     detail: str
     gpus: tuple[GpuStatus, ...]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the node has come, and nothing is against its use."""
+        return self.state in ("ready", "serving")
 
 
 class StatusAnswer(Message, frozen=True, tag="answer.status"):
