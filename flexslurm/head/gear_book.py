@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from flexslurm.gear import Gear, NoGear, Signature
 from flexslurm.planner.table import GearTable
@@ -21,6 +22,16 @@ MOST_ASKED = 64
 MOST_NAMES = 512
 
 Found = Gear | NoGear
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A gear that is being planned."""
+
+    stand_in: Found
+    """Given until the answer comes."""
+    cards: int
+    """For which cards it is planned, by their count."""
 
 
 class GearBook:
@@ -38,11 +49,9 @@ class GearBook:
         self._ask, self._fit = ask, fit
         self._table: GearTable | None = None
         self._known: OrderedDict[Signature, Found] = OrderedDict()
-        self._asked: dict[Signature, Found] = {}
-        """With the stand-in that is given until the answer comes."""
-        self._asked_for: dict[Signature, int] = {}
-        """With which cards, counted by how often there were others."""
+        self._asked: dict[Signature, _Asked] = {}
         self._cards = 0
+        """How often there have been others."""
 
     def use(self, table: GearTable) -> None:
         """Look gears up in this table from now on."""
@@ -53,8 +62,8 @@ class GearBook:
         """Look everything up anew: there are other cards, or there is another table."""
         self._known.clear()
         self._cards += 1
-        for signature in self._asked:
-            self._asked[signature] = self._stand_in(signature)
+        for signature, asked in self._asked.items():
+            asked.stand_in = self._stand_in(signature)
 
     def names(self) -> list[str]:
         """Names of gears that there are, the table's first: at most a few hundred."""
@@ -70,10 +79,10 @@ class GearBook:
             self._known.move_to_end(signature)
             return found
         if signature in self._asked:
-            return self._asked[signature]
+            return self._asked[signature].stand_in
         stand_in = self._stand_in(signature)
         if len(self._asked) < MOST_ASKED:
-            self._asked[signature], self._asked_for[signature] = stand_in, self._cards
+            self._asked[signature] = _Asked(stand_in, self._cards)
             self._ask(signature)
         return stand_in
 
@@ -100,11 +109,12 @@ class GearBook:
         So it does where one does not fit the cards that it was planned for: planning it again would
         give the same. Planned for others, it is asked for again when it is needed.
         """
-        stand_in, cards = self._asked.pop(signature, None), self._asked_for.pop(signature, None)
-        fits = self._fitting(found)
-        if found is not None and fits is None and cards != self._cards:
+        asked, fits = self._asked.pop(signature, None), self._fitting(found)
+        if found is not None and fits is None and (asked is None or asked.cards != self._cards):
             return
-        answer = fits if fits is not None else stand_in
+        answer = fits
+        if fits is None and asked is not None:
+            answer = asked.stand_in
         if isinstance(answer, NoGear) and fits is None:
             why = "its gear could not be planned; the head's log says why"
             if found is not None:
