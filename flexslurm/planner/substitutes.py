@@ -47,18 +47,17 @@ class Substitutes:
             groups = Signature.of(
                 Shape(kind.gpu_type, kind.tp) for kind, count in column.need for _ in range(count)
             )
-            room: Counter[str] = Counter()
-            for kind, count in column.need:
-                room[kind.gpu_type] += kind.tp * count
-            others = [c for c in self._columns if c.need != column.need and _within(c, room)]
+            room = _gpus_by_type(column)
+            others = [
+                c for c in self._columns if c.need != column.need and _gpus_by_type(c) <= room
+            ]
             solved = Programme(others, [shape for shape, _ in groups.counts]).solve(groups)
             self._found[column] = solved.plan, solved.key
         return self._found[column]
 
 
-def _within(column: Column, room: Mapping[str, int]) -> bool:
-    """Whether there are as many GPUs of each type."""
+def _gpus_by_type(column: Column) -> Counter[str]:
     gpus: Counter[str] = Counter()
     for kind, count in column.need:
         gpus[kind.gpu_type] += kind.tp * count
-    return all(count <= room.get(name, 0) for name, count in gpus.items())
+    return gpus
